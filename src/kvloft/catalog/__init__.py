@@ -1,0 +1,1 @@
+"""The scheduler's side: which chunks and resume points exist, where, and in which state."""

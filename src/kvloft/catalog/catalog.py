@@ -1,0 +1,489 @@
+"""What is in the loft: full chunks, window and state chunks, and the resume points that need them.
+
+A request can continue at a boundary if the full chunks up to it are resident and, on models with
+windows or states, if the boundary is a *resume point*: a claim that holds references to the window
+and state chunks it needs. Window chunks are shared by the resume points whose windows overlap and
+go with the last of them; losing a resume point never leaves a part of it claimed.
+
+Stores are ended in the order in which they began (:meth:`Catalog.end` refuses any other), so what a
+store builds upon is resident or failed before the store itself ends. If one fails, all that are
+under way are abandoned with it: nothing resident can then depend on bytes that were never written.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvloft.arena import Arena
+from kvloft.catalog.policies import EvictionPolicy
+from kvloft.catalog.tree import DOOMED, FREE, NONE, READY, ROOT, WRITING, Tree
+from kvloft.keys import Keys
+from kvloft.plan import ChunkLayout, ChunkPlan, Piece
+
+_MAX_EVICTIONS = 128
+"""Evictions and looks at entries that can't go, per store: bounds the time of a scheduler call."""
+_MAX_SUPERSEDE_STEPS = 256
+
+NO_SLOT = -1
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; units in the names."""
+
+    stored_chunks: int = 0
+    stored_bytes: int = 0
+    stored_resume_points: int = 0
+    evicted_chunks: int = 0
+    evicted_bytes: int = 0
+    evicted_resume_points: int = 0
+    dropped_stores: int = 0
+    """Chunks or resume points that were not stored because no room could be made."""
+    failed_stores: int = 0
+
+
+@dataclass(slots=True)
+class Write:
+    """A slot that a store fills, and where its blocks are: all end at ``boundary``."""
+
+    slot: int
+    layout: ChunkLayout
+    boundary: int
+    kind: str
+    """``full``, ``window`` or ``state``."""
+
+
+@dataclass(slots=True)
+class Store:
+    """A store under way: what it adds to the catalog, and the slots that must be filled for it."""
+
+    nodes: list[int] = field(default_factory=list)
+    resumes: list[int] = field(default_factory=list)
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    abandoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest resume that a look-up found."""
+
+    node: int
+    """Where to resume; the root where there is nothing better than what the engine has."""
+    boundary: int
+    """Tokens."""
+    branch: int
+    """Boundary (tokens) at which the request leaves a path that others go on with and where no
+    resume point is; 0 if there is none. It deserves one."""
+
+
+class Catalog:
+    """The scheduler's view of one arena. Not thread-safe; no call blocks or copies chunk bytes."""
+
+    def __init__(self, plan: ChunkPlan, arena: Arena, policy: EvictionPolicy) -> None:
+        self.plan = plan
+        self.arena = arena
+        self.policy = policy
+        self.tree = Tree(plan.tokens_per_chunk)
+        self.counters = Counters()
+        self.resume_points = 0
+        """Resident."""
+        self.live_bytes = 0
+        """Exact bytes of all chunks that hold a slot."""
+        columns = 2 * len(plan.window_sets)
+        self._slot = array("q", [NO_SLOT])
+        self._resume = array("b", [FREE])
+        self._state_slot = array("q", [NO_SLOT])
+        # Column 2s holds the short window chunk of set s, column 2s + 1 the whole one.
+        self._piece = [array("q", [NO_SLOT]) for _ in range(columns)]
+        self._refs = [array("i", [0]) for _ in range(columns)]
+        self._used_whole = array("q", [0])
+        """Bit s: the resume point's oldest chunk of set s is a whole one where a short one would
+        do; which of the two it holds a reference to must not depend on what came later."""
+        self._stores: deque[Store] = deque()
+
+    # ---------------------------------------------------------------- look-up
+
+    def match(self, keys: Keys, limit: int, above: int) -> Match:
+        """The greatest boundary in ``(above, limit]`` tokens where a request can resume.
+
+        Marks what it finds as used. O(log n) for the full chunks, then a walk up to the nearest
+        resume point.
+        """
+        tree, size = self.tree, self.plan.tokens_per_chunk
+        deepest = tree.deepest(keys, limit // size, ready=True)
+        node = deepest
+        if self.plan.has_resume_points:
+            resume, parent, depth, least = self._resume, tree.parent, tree.depth, above // size
+            while node != ROOT and resume[node] != READY and depth[node] > least:
+                node = parent[node]
+            if node != ROOT and resume[node] != READY:
+                node = ROOT
+        if deepest != ROOT:
+            self.policy.insert(2 * deepest)
+        if node not in (ROOT, deepest):
+            self.policy.insert(2 * node)
+        if node != ROOT and self.plan.has_resume_points:
+            self.policy.insert(2 * node + 1)
+        branch = 0
+        if node != deepest and tree.has_children(deepest):
+            branch = tree.depth[deepest] * size
+        boundary = tree.depth[node] * size
+        return Match(node, boundary, branch) if boundary > above else Match(ROOT, 0, branch)
+
+    def pin(self, node: int) -> None:
+        """Keep ``node``, all above it and its resume point until :meth:`unpin`."""
+        self.tree.pins[node] += 1
+
+    def unpin(self, node: int) -> None:
+        """End one :meth:`pin`."""
+        tree = self.tree
+        if tree.pins[node] < 1:
+            raise ValueError(f"node {node} is not pinned")
+        tree.pins[node] -= 1
+        if tree.pins[node]:
+            return
+        if tree.state[node] == DOOMED:
+            self._prune(node)
+        elif tree.state[node] == READY:
+            # Eviction may have met and dropped both while they were pinned.
+            self.policy.insert(2 * node)
+            if self._resume[node] == READY:
+                self.policy.insert(2 * node + 1)
+
+    def reads(self, node: int, above: int) -> Iterator[tuple[int, ChunkLayout, int, str]]:
+        """``(slot, layout, boundary, kind)`` of every chunk that a resume at ``node`` reads.
+
+        ``above`` (tokens): full chunks that end there or before are left out.
+        """
+        tree, size = self.tree, self.plan.tokens_per_chunk
+        if (full := self.plan.full_layout) is not None:
+            for step in tree.path(node):
+                boundary = tree.depth[step] * size
+                if boundary > above:
+                    yield self._slot[step], full, boundary, "full"
+        if not self.plan.has_resume_points:
+            return
+        depth = tree.depth[node]
+        for piece, holder, column in self._held_pieces(node):
+            layout = piece.layout
+            if column % 2 and not piece.whole:
+                layout = self.plan.whole_layout(piece.window_set)
+            boundary = (depth - piece.chunks_back) * size
+            yield self._piece[column][holder], layout, boundary, "window"
+        if (state := self.plan.state_layout) is not None:
+            yield self._state_slot[node], state, depth * size, "state"
+
+    def _needed_pieces(self, node: int) -> Iterator[tuple[Piece, int]]:
+        """The window chunks that a resume at ``node`` needs, each with the node it belongs to."""
+        parent = self.tree.parent
+        holder, back = node, 0
+        for piece in self.plan.pieces(self.tree.depth[node]):
+            if piece.chunks_back == 0:
+                holder, back = node, 0
+            while back < piece.chunks_back:
+                holder, back = parent[holder], back + 1
+            yield piece, holder
+
+    def _held_pieces(self, node: int) -> Iterator[tuple[Piece, int, int]]:
+        """A resume point's window chunks, each with the node and the column that hold it."""
+        used_whole = self._used_whole[node]
+        for piece, holder in self._needed_pieces(node):
+            whole = piece.whole or bool(used_whole >> piece.window_set & 1)
+            yield piece, holder, 2 * piece.window_set + whole
+
+    # ---------------------------------------------------------------- stores
+
+    def begin(self) -> Store:
+        """Start a store; :meth:`end` it exactly once, after those that began before it."""
+        store = Store()
+        self._stores.append(store)
+        return store
+
+    def cancel(self, store: Store) -> None:
+        """Take back a store that nothing was added to; it must be the latest one."""
+        if store.writes or self._stores[-1] is not store:
+            raise ValueError("only the latest store, and an empty one, can be cancelled")
+        self._stores.pop()
+
+    def add_chunk(self, store: Store, parent: int, key: bytes) -> int:
+        """Reserve the full chunk that follows ``parent``; ``NONE`` if no room could be made."""
+        slot, layout = NO_SLOT, self.plan.full_layout
+        if layout is not None:
+            self.pin(parent)
+            slot = self._allocate(layout)
+            self.unpin(parent)
+            if slot < 0:
+                return NONE
+        node = self.tree.add(parent, key)
+        self._grow(node)
+        self._slot[node] = slot
+        store.nodes.append(node)
+        boundary = self.tree.depth[node] * self.plan.tokens_per_chunk
+        if layout is not None:
+            store.writes.append(Write(slot, layout, boundary, "full"))
+        return node
+
+    def has_resume(self, node: int) -> bool:
+        """Whether ``node`` is a resume point, or becomes one with a store under way."""
+        return self._resume[node] != FREE
+
+    def missing_pieces(self, node: int) -> Iterator[tuple[Piece, int]]:
+        """The window chunks that a resume point at ``node`` would have to write, with the
+        boundary (tokens) at which each ends."""
+        depth, size = self.tree.depth[node], self.plan.tokens_per_chunk
+        for piece, holder in self._needed_pieces(node):
+            if self._find_piece(piece, holder) < 0:
+                yield piece, (depth - piece.chunks_back) * size
+
+    def _find_piece(self, piece: Piece, holder: int) -> int:
+        """The column in which ``holder`` has the bytes of ``piece``; a whole chunk has them too."""
+        short, whole = 2 * piece.window_set, 2 * piece.window_set + 1
+        if not piece.whole and self._piece[short][holder] >= 0:
+            return short
+        return whole if self._piece[whole][holder] >= 0 else NONE
+
+    def add_resume(self, store: Store, node: int) -> bool:
+        """Make ``node`` a resume point: all of its missing chunks get slots, or none of them."""
+        self._resume[node] = WRITING
+        self._used_whole[node] = 0
+        self.pin(node)
+        # References first: making room must not take what this very resume point builds upon.
+        taken: list[tuple[int, int]] = []
+        missing: list[tuple[int, int, ChunkLayout, int]] = []
+        depth, size = self.tree.depth[node], self.plan.tokens_per_chunk
+        for piece, holder in self._needed_pieces(node):
+            column = self._find_piece(piece, holder)
+            if column >= 0:
+                self._refs[column][holder] += 1
+                taken.append((holder, column))
+                if column % 2 and not piece.whole:
+                    self._used_whole[node] |= 1 << piece.window_set
+            else:
+                column = 2 * piece.window_set + piece.whole
+                boundary = (depth - piece.chunks_back) * size
+                missing.append((holder, column, piece.layout, boundary))
+        writes: list[Write] = []
+        for _, _, layout, boundary in missing:
+            writes.append(Write(self._allocate(layout), layout, boundary, "window"))
+            if writes[-1].slot < 0:
+                break
+        else:
+            if (layout_s := self.plan.state_layout) is not None:
+                writes.append(Write(self._allocate(layout_s), layout_s, depth * size, "state"))
+        self.unpin(node)
+        if writes and writes[-1].slot < 0:
+            for write in writes[:-1]:
+                self._release(write.slot, write.layout)
+            self._resume[node] = FREE
+            self._give_back(taken)
+            return False
+        for (holder, column, _, _), write in zip(missing, writes, strict=False):
+            self._piece[column][holder] = write.slot
+            self._refs[column][holder] = 1
+            store.pieces.append((holder, column))
+        if self.plan.state_layout is not None:
+            self._state_slot[node] = writes[-1].slot
+        store.resumes.append(node)
+        store.writes.extend(writes)
+        return True
+
+    def _give_back(self, references: list[tuple[int, int]]) -> None:
+        for holder, column in references:
+            self._refs[column][holder] -= 1
+            self._free_piece_if_unused(holder, column)
+
+    def end(self, store: Store, ok: bool) -> None:
+        """Publish what a store has written, or forget it."""
+        if not self._stores or self._stores[0] is not store:
+            raise ValueError("stores end in the order in which they began")
+        if not ok and not store.abandoned:
+            self.counters.failed_stores += 1
+            self._abandon_all()
+        self._stores.popleft()
+        if store.abandoned:
+            for write in store.writes:
+                self._release(write.slot, write.layout)
+            return
+        for node in store.nodes:
+            self.tree.state[node] = READY
+        if store.nodes:
+            self.policy.insert(2 * store.nodes[-1])
+        for node in store.resumes:
+            self._resume[node] = READY
+            self.resume_points += 1
+            self._supersede_above(node)
+            self.policy.insert(2 * node)
+            self.policy.insert(2 * node + 1)
+        self.counters.stored_chunks += len(store.writes)
+        self.counters.stored_bytes += sum(w.layout.nbytes for w in store.writes)
+        self.counters.stored_resume_points += len(store.resumes)
+
+    def _supersede_above(self, node: int) -> None:
+        """The nearest resume point above on an unbranched path is worth less now: it goes first."""
+        tree = self.tree
+        for _ in range(_MAX_SUPERSEDE_STEPS):
+            if not tree.only_child(node):
+                return
+            node = tree.parent[node]
+            if node == ROOT:
+                return
+            if self._resume[node] == READY:
+                if not tree.pins[node]:
+                    self.policy.demote(2 * node + 1)
+                return
+
+    def _abandon_all(self) -> None:
+        """Forget what the stores under way would add; their slots stay taken until they end."""
+        given_up: list[tuple[int, int]] = []
+        for store in reversed(self._stores):
+            if store.abandoned:
+                continue
+            store.abandoned = True
+            own = set(store.pieces)
+            for node in reversed(store.resumes):
+                held = [(holder, column) for _, holder, column in self._held_pieces(node)]
+                for holder, column in held:
+                    self._refs[column][holder] -= 1
+                given_up.extend(reference for reference in held if reference not in own)
+                self._state_slot[node] = NO_SLOT
+                self._resume[node] = FREE
+                if self.tree.state[node] == READY:
+                    self.policy.insert(2 * node)
+            # Whoever else referred to these came later, and so was abandoned before.
+            for holder, column in store.pieces:
+                self._piece[column][holder] = NO_SLOT
+            for node in reversed(store.nodes):
+                self._slot[node] = NO_SLOT
+                self._revive(self.tree.remove(node))
+        for holder, column in given_up:
+            self._free_piece_if_unused(holder, column)
+
+    # ---------------------------------------------------------------- memory
+
+    def _grow(self, node: int) -> None:
+        while len(self._slot) <= node:
+            self._slot.append(NO_SLOT)
+            self._resume.append(FREE)
+            self._state_slot.append(NO_SLOT)
+            self._used_whole.append(0)
+            for column in self._piece:
+                column.append(NO_SLOT)
+            for refs in self._refs:
+                refs.append(0)
+
+    def _allocate(self, layout: ChunkLayout) -> int:
+        """A slot, after evicting what must go for it; negative if that did not make room."""
+        looks = _MAX_EVICTIONS
+        while (slot := self.arena.allocate(layout.slot_bytes)) is None:
+            if looks <= 0:
+                self.counters.dropped_stores += 1
+                return NO_SLOT
+            before = len(self.policy)
+            entry = self.policy.victim(self._evictable, looks)
+            looks -= max(1, before - len(self.policy))
+            if entry is None:
+                self.counters.dropped_stores += 1
+                return NO_SLOT
+            self._evict(entry)
+        self.live_bytes += layout.nbytes
+        return slot
+
+    def _release(self, slot: int, layout: ChunkLayout) -> None:
+        self.arena.free(slot)
+        self.live_bytes -= layout.nbytes
+
+    def _evictable(self, entry: int) -> bool:
+        node = entry >> 1
+        if self.tree.pins[node]:
+            return False
+        if entry & 1:
+            return self._resume[node] == READY
+        return (
+            self.tree.state[node] == READY
+            and not self.tree.has_children(node)
+            and self._resume[node] != WRITING
+        )
+
+    def _evict(self, entry: int) -> None:
+        node = entry >> 1
+        if entry & 1:
+            self._drop_resume(node)
+            return
+        self._revive(self._drop_node(node))
+
+    def _revive(self, node: int) -> None:
+        """Bring a node that may have lost its last dependant back into the order, coldest."""
+        if (
+            node != ROOT
+            and self.tree.state[node] == READY
+            and not self.tree.has_children(node)
+            and 2 * node not in self.policy
+        ):
+            self.policy.demote(2 * node)
+
+    def _drop_resume(self, node: int) -> None:
+        self.policy.remove(2 * node + 1)
+        self._give_back([(holder, column) for _, holder, column in self._held_pieces(node)])
+        if (layout := self.plan.state_layout) is not None:
+            self._release(self._state_slot[node], layout)
+            self._state_slot[node] = NO_SLOT
+            self._count_eviction(layout)
+        self._resume[node] = FREE
+        self.resume_points -= 1
+        self.counters.evicted_resume_points += 1
+
+    def _free_piece_if_unused(self, holder: int, column: int) -> None:
+        slot = self._piece[column][holder]
+        if slot < 0 or self._refs[column][holder]:
+            return
+        self._piece[column][holder] = NO_SLOT
+        if column % 2:
+            layout = self.plan.whole_layout(column // 2)
+        else:
+            layout = self.plan.short_layout(column // 2, self.tree.depth[holder])
+        self._release(slot, layout)
+        self._count_eviction(layout)
+
+    def _drop_node(self, node: int) -> int:
+        if self._resume[node] == READY:
+            self._drop_resume(node)
+        self.policy.remove(2 * node)
+        if (layout := self.plan.full_layout) is not None:
+            self._release(self._slot[node], layout)
+            self._count_eviction(layout)
+        self._slot[node] = NO_SLOT
+        return self.tree.remove(node)
+
+    def _count_eviction(self, layout: ChunkLayout) -> None:
+        self.counters.evicted_chunks += 1
+        self.counters.evicted_bytes += layout.nbytes
+
+    # ---------------------------------------------------------------- reset
+
+    def reset(self) -> None:
+        """Forget everything at once. What is being read or written keeps its slots until it ends;
+        none of it is ever found again."""
+        self._abandon_all()
+        tree = self.tree
+        by_depth = sorted(
+            (n for n in range(1, tree.capacity) if tree.state[n] != FREE),
+            key=tree.depth.__getitem__,
+            reverse=True,
+        )
+        for node in by_depth:
+            if tree.pins[node] or tree.has_children(node):
+                tree.unindex(node)
+                tree.state[node] = DOOMED
+                self.policy.remove(2 * node)
+                self.policy.remove(2 * node + 1)
+            else:
+                self._drop_node(node)
+
+    def _prune(self, node: int) -> None:
+        tree = self.tree
+        while tree.state[node] == DOOMED and not tree.pins[node] and not tree.has_children(node):
+            node = self._drop_node(node)

@@ -1,0 +1,169 @@
+"""The prefix tree of boundaries.
+
+A node is one boundary of one prefix: ``G·depth`` tokens, named by the engine's hash of all of them.
+It owns the full chunk that ends there. The tree is prefix-closed (a node's parent is in it), which
+is what makes :meth:`Tree.deepest` a binary search: if the node at depth i is there, all above are.
+
+A million nodes as Python objects would stall the engine whenever the garbage collector walks them
+(0.1 s and more), and one dict of them whenever it grows. Hence columns of plain integers, which the
+collector does not see, node ids that are reused, and an index in 256 parts, so that growing one of
+them moves a 256th. vLLM's own manager keeps an ordered dict per block and pays both.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from kvloft.keys import Keys
+
+ROOT = 0
+NONE = -1
+
+FREE, WRITING, READY, DOOMED = range(4)
+"""States of a node: unused; its chunk is being written; resident; forgotten, but still pinned."""
+
+_SHARDS = 256
+
+
+class Tree:
+    """Nodes, their links and their index. Knows nothing of memory or of eviction."""
+
+    def __init__(self, tokens_per_chunk: int) -> None:
+        self.tokens_per_chunk = tokens_per_chunk
+        self.state = array("b", [READY])
+        self.depth = array("i", [0])
+        self.parent = array("i", [NONE])
+        self.first_child = array("i", [NONE])
+        self._next = array("i", [NONE])
+        self._prev = array("i", [NONE])
+        self.pins = array("i", [1])
+        """Readers and writers that need the node to stay; the root is pinned for ever."""
+        self._keys = bytearray()
+        self._key_bytes = 0
+        self._index: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
+        self._unused = array("i")
+
+    def __len__(self) -> int:
+        """Nodes in use, without the root."""
+        return len(self.state) - 1 - len(self._unused)
+
+    @property
+    def capacity(self) -> int:
+        """One more than the greatest node id."""
+        return len(self.state)
+
+    def find(self, key: bytes) -> int:
+        """The node of a prefix, resident or being written; ``NONE`` if there is none."""
+        return self._index[key[0]].get(key, NONE)
+
+    def deepest(self, keys: Keys, limit: int, *, ready: bool) -> int:
+        """The deepest node on a path, no deeper than ``limit`` chunks; the root if there is none.
+
+        With ``ready``, nodes that are still being written do not count. O(log limit) look-ups: a
+        probe at the limit, then doubling steps, then bisection.
+        """
+        size, index, state = self.tokens_per_chunk, self._index, self.state
+        least = READY if ready else WRITING
+
+        def probe(depth: int) -> int:
+            key = keys(depth * size)
+            node = index[key[0]].get(key, NONE)
+            return node if node >= 0 and state[node] >= least else NONE
+
+        if limit <= 0:
+            return ROOT
+        if (node := probe(limit)) >= 0:
+            return node
+        best, low, high = ROOT, 0, limit
+        step = 1
+        while low + step < high:
+            if (node := probe(low + step)) < 0:
+                high = low + step
+                break
+            best, low = node, low + step
+            step *= 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if (node := probe(middle)) >= 0:
+                best, low = node, middle
+            else:
+                high = middle
+        return best
+
+    def add(self, parent: int, key: bytes) -> int:
+        """A new child of ``parent`` in state WRITING."""
+        if not self._key_bytes:
+            self._key_bytes = len(key)
+            self._keys = bytearray(len(key))
+        if self._unused:
+            node = self._unused.pop()
+        else:
+            node = len(self.state)
+            for column in (self.depth, self.parent, self.first_child, self._next, self._prev):
+                column.append(NONE)
+            self.state.append(FREE)
+            self.pins.append(0)
+            self._keys.extend(bytes(self._key_bytes))
+        self.state[node] = WRITING
+        self.depth[node] = self.depth[parent] + 1
+        self.parent[node] = parent
+        self.first_child[node] = NONE
+        self.pins[node] = 0
+        sibling = self.first_child[parent]
+        self._next[node], self._prev[node] = sibling, NONE
+        if sibling >= 0:
+            self._prev[sibling] = node
+        self.first_child[parent] = node
+        width = self._key_bytes
+        self._keys[node * width : (node + 1) * width] = key
+        self._index[key[0]][key] = node
+        return node
+
+    def key(self, node: int) -> bytes:
+        """The hash that names ``node``."""
+        width = self._key_bytes
+        return bytes(self._keys[node * width : (node + 1) * width])
+
+    def unindex(self, node: int) -> None:
+        """Make ``node`` impossible to find; it keeps its links."""
+        key = self.key(node)
+        shard = self._index[key[0]]
+        if shard.get(key) == node:
+            del shard[key]
+
+    def remove(self, node: int) -> int:
+        """Remove a childless node; returns its parent."""
+        self.unindex(node)
+        parent, before, after = self.parent[node], self._prev[node], self._next[node]
+        if before >= 0:
+            self._next[before] = after
+        else:
+            self.first_child[parent] = after
+        if after >= 0:
+            self._prev[after] = before
+        self.state[node] = FREE
+        self._unused.append(node)
+        return parent
+
+    def has_children(self, node: int) -> bool:
+        """Whether any node hangs below ``node``."""
+        return self.first_child[node] >= 0
+
+    def only_child(self, node: int) -> bool:
+        """Whether ``node`` has no siblings."""
+        return self._next[node] < 0 and self._prev[node] < 0
+
+    def path(self, node: int, stop: int = ROOT) -> list[int]:
+        """The nodes from below ``stop`` down to ``node``."""
+        out = []
+        while node != stop and node > ROOT:
+            out.append(node)
+            node = self.parent[node]
+        out.reverse()
+        return out
+
+    def ancestor(self, node: int, steps: int) -> int:
+        """The node ``steps`` above ``node``."""
+        for _ in range(steps):
+            node = self.parent[node]
+        return node

@@ -1,0 +1,1 @@
+"""Adapters between a loft and inference engines, one package each."""

@@ -1,0 +1,150 @@
+"""The scheduler's half: tells the loft what vLLM's scheduler decides, and the workers what to copy.
+
+Runs on the scheduler's thread. Most steps are decode steps that cross no boundary; they must cost
+next to nothing, so a request's block tables are only asked for when there is something to store.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from kvloft.catalog.policies import POLICIES
+from kvloft.engines.vllm.messages import Orders, Reports
+from kvloft.engines.vllm.metrics import LoftStats, SchedulerMeter
+from kvloft.engines.vllm.setup import Setup, describe
+from kvloft.errors import TransferError
+from kvloft.loft import Loft
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+_NOTHING = Orders()
+_NOTHING_IDLE = Orders(idle=True)
+
+
+class SchedulerHalf:
+    """One per engine."""
+
+    def __init__(self, setup: Setup) -> None:
+        arena = setup.make_arena()
+        self._mapping = setup.mapping
+        self.loft = Loft(
+            setup.plan,
+            arena,
+            POLICIES[setup.options.eviction_policy](),
+            ranks=setup.ranks,
+            resume_interval=setup.options.resume_interval,
+            prompt_only=setup.options.offload_prompt_only,
+        )
+        self._tokens_per_hash = setup.plan.geometry.tokens_per_hash
+        self._requests: dict[str, Request] = {}
+        self._loads: list[tuple[str, object]] = []
+        self._meter = SchedulerMeter(self.loft)
+        logger.info("%s", describe(setup, arena))
+
+    def _track(self, request: Request) -> None:
+        request_id = request.request_id
+        if request_id in self._requests:
+            return
+        self._requests[request_id] = request
+        hashes, size = request.block_hashes, self._tokens_per_hash
+
+        def key(boundary: int) -> bytes:
+            return hashes[boundary // size - 1]
+
+        self.loft.track(request_id, key, request.num_prompt_tokens)
+
+    def match(self, request: Request, computed: int) -> tuple[int, bool]:
+        """Tokens beyond ``computed`` that can be restored, and that this takes until later."""
+        self._track(request)
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        boundary = self.loft.match(request.request_id, request.num_tokens, computed)
+        return (boundary - computed, True) if boundary > computed else (0, False)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Blocks are there: start the load that was offered, or give it up."""
+        request_id = request.request_id
+        self._track(request)
+        if not external:
+            self.loft.release(request_id)
+            return
+        tables = blocks.get_block_ids()
+        computed = self.loft.matched(request_id) - external
+        job = None
+        try:
+            job = self.loft.begin_load(request_id, computed, tables)
+        except TransferError as error:
+            logger.warning(
+                "KVLoft: request %s is computed instead of restored: %s", request_id, error
+            )
+        self._loads.append((request_id, job))
+
+    def orders(self, step: SchedulerOutput) -> Orders:
+        """What the workers are to copy in this step."""
+        state = step.kv_connector_block_state
+        drafts = step.scheduled_spec_decode_tokens
+        offers = state.boundary_state_offloads if state is not None else {}
+        stores = []
+        for request_id, scheduled in step.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None or state is None:
+                continue
+            # A draft may be rejected, so what it leaves is not final. A boundary whose tokens are
+            # not all known yet has no hash; its bytes stay until a later step stores them.
+            final = request.num_computed_tokens + scheduled
+            if request_id in drafts:
+                final -= len(drafts[request_id])
+            reach = min(final, len(request.block_hashes) * self._tokens_per_hash)
+            if not self.loft.wants(request_id, reach):
+                continue
+            tables = state.get_block_ids(request_id)
+            if tables is None:
+                continue
+            states: dict[int, dict[int, int]] = {}
+            for group, block, boundary in offers.get(request_id, ()):
+                states.setdefault(boundary, {})[group] = block
+            job = self.loft.begin_store(request_id, reach, tables, states)
+            if job is not None:
+                stores.append(job)
+        idle = not step.total_num_scheduled_tokens
+        if not (stores or self._loads):
+            return _NOTHING_IDLE if idle else _NOTHING
+        loads, self._loads = self._loads, []
+        return Orders(loads=loads, stores=stores, idle=idle)  # type: ignore[arg-type]
+
+    def finished(self, request: Request) -> None:
+        """A request has ended in whatever way."""
+        self._requests.pop(request.request_id, None)
+        self.loft.forget(request.request_id)
+
+    def reported(self, output: KVConnectorOutput) -> None:
+        """Ranks have finished jobs."""
+        reports = output.kv_connector_worker_meta
+        if isinstance(reports, Reports):
+            for job, rank, ok in reports.done:
+                self.loft.report(job, rank, ok)
+
+    def pending(self) -> bool:
+        """Whether the engine must go on stepping for reports to come in."""
+        return self.loft.pending > 0
+
+    def reset(self) -> bool:
+        """Forget all chunks."""
+        self.loft.reset()
+        return True
+
+    def stats(self) -> LoftStats | None:
+        """What has changed since the last call; ``None`` for nothing."""
+        return self._meter.take()
+
+    def close(self) -> None:
+        """Let go of the mapping."""
+        self._mapping.close()

@@ -1,0 +1,155 @@
+"""What both halves of the connector derive from vLLM's configuration before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping as Dict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from kvloft.arena import Arena, choose_slab_bytes
+from kvloft.config import Options, parse_options
+from kvloft.engines.vllm.geometry import check_servable, kv_dtype, translate
+from kvloft.errors import ArenaError
+from kvloft.geometry import Geometry, from_dict
+from kvloft.keys import geometry_digest
+from kvloft.mapping import SCHEDULER, Mapping, header_bytes
+from kvloft.plan import ChunkPlan
+from kvloft.units import format_size
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One half's view: the geometry cut into chunks, the options and the attached mapping."""
+
+    plan: ChunkPlan
+    options: Options
+    mapping: Mapping
+    ranks: int
+
+    def make_arena(self) -> Arena:
+        """The allocator of the mapping's memory."""
+        return Arena(self._budget, choose_slab_bytes(self._budget, self.plan.slot_sizes()))
+
+    @property
+    def _budget(self) -> int:
+        return self.options.cpu_bytes - header_bytes(self.ranks)
+
+
+def set_up_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
+    """Check the options, then attach as this rank. Raises :class:`kvloft.errors.KVLoftError`."""
+    geometry = translate(vllm_config, kv_cache_config)
+    options = parse_options(_extra_config(vllm_config), geometry)
+    plan = ChunkPlan(geometry, options.tokens_per_chunk)
+    _check_capacity(plan, options, geometry.tensor_parallel)
+    parallel = vllm_config.parallel_config
+    note = json.dumps(geometry.to_dict(), separators=(",", ":")).encode()
+    mapping = Mapping(
+        _name(vllm_config),
+        options.cpu_bytes,
+        rank=parallel.rank % geometry.tensor_parallel,
+        ranks=geometry.tensor_parallel,
+        digest=geometry_digest(plan, _identity(vllm_config, kv_cache_config)),
+        note=note,
+    )
+    return Setup(plan, options, mapping, geometry.tensor_parallel)
+
+
+def set_up_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
+    """Attach to what the workers have set up, and agree with every one of them on the geometry.
+
+    vLLM starts all workers before the scheduler. Raises :class:`kvloft.errors.KVLoftError`.
+    """
+    check_servable(vllm_config, kv_cache_config)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    cpu_bytes = parse_options(
+        _extra_config(vllm_config), translate(vllm_config, kv_cache_config)
+    ).cpu_bytes
+    mapping = Mapping(_name(vllm_config), cpu_bytes, rank=SCHEDULER, ranks=ranks, digest=b"")
+    try:
+        if not (note := mapping.note()):
+            raise ArenaError("the scheduler has been started before the workers")
+        geometry = _read_geometry(note)
+        options = parse_options(_extra_config(vllm_config), geometry)
+        plan = ChunkPlan(geometry, options.tokens_per_chunk)
+        if not mapping.agree(geometry_digest(plan, _identity(vllm_config, kv_cache_config))):
+            missing = [r for r, digest in enumerate(mapping.attached()) if digest is None]
+            raise ArenaError(f"ranks {missing} have not attached; did their start-up fail?")
+    except BaseException:
+        mapping.close()
+        raise
+    return Setup(plan, options, mapping, ranks)
+
+
+def _read_geometry(note: bytes) -> Geometry:
+    return from_dict(json.loads(note), where="the workers' KV cache")
+
+
+def _check_capacity(plan: ChunkPlan, options: Options, ranks: int) -> None:
+    room = options.cpu_bytes - header_bytes(ranks)
+    needed = sum(plan.slot_sizes())
+    if room < needed:
+        raise ArenaError(
+            f"'cpu_bytes_to_use': {format_size(options.cpu_bytes)} can't hold one chunk of each "
+            f"kind; chunks of {plan.tokens_per_chunk} tokens need at least "
+            f"{format_size(needed + header_bytes(ranks))} "
+            f"(full chunk {format_size(plan.full_chunk_bytes)}, resume point "
+            f"{format_size(plan.resume_bytes)}); give more memory or a smaller chunk"
+        )
+
+
+def _extra_config(vllm_config: VllmConfig) -> Dict[str, object]:
+    extra: Dict[str, object] = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    return extra
+
+
+def _name(vllm_config: VllmConfig) -> str:
+    """A file name that is the same in all processes of one engine and in no other engine."""
+    engine = vllm_config.kv_transfer_config.engine_id
+    rank = vllm_config.parallel_config.data_parallel_index
+    return xxhash.xxh3_128_hexdigest(f"{engine}/{rank}".encode())
+
+
+def _identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Dict[str, object]:
+    model = vllm_config.model_config
+    return {
+        "model": str(model.model),
+        "revision": str(model.revision),
+        "quantization": str(model.quantization),
+        "kv_dtype": kv_dtype(vllm_config),
+        "layout": kv_cache_config.kv_cache_layout,
+        "hash": vllm_config.cache_config.prefix_caching_hash_algo,
+        "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
+    }
+
+
+def describe(setup: Setup, arena: Arena) -> str:
+    """The line a user checks at start: groups, chunk, resume cost, what the budget holds."""
+    plan = setup.plan
+    kinds: dict[str, int] = {}
+    for group in plan.geometry.groups:
+        kinds[group.kind] = kinds.get(group.kind, 0) + 1
+    groups = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    budget = arena.budget
+    line = (
+        f"KVLoft: groups {groups}; unit {plan.geometry.unit_tokens} tokens, chunk "
+        f"{plan.tokens_per_chunk} tokens = {format_size(plan.full_chunk_bytes)}"
+    )
+    if plan.has_resume_points:
+        line += (
+            f"; a resume point costs {format_size(plan.resume_bytes)}, one every "
+            f"{setup.options.resume_interval} tokens"
+        )
+    line += f"; {format_size(setup.options.cpu_bytes)} of host memory hold"
+    if plan.full_chunk_bytes:
+        line += f" {budget // plan.full_chunk_bytes * plan.tokens_per_chunk:,} tokens"
+    if plan.has_resume_points:
+        joiner = " or" if plan.full_chunk_bytes else ""
+        line += f"{joiner} {budget // plan.resume_bytes:,} resume points"
+    return line

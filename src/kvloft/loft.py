@@ -1,0 +1,429 @@
+"""The facade that an engine's adapter talks to: match, load, store, reset.
+
+The adapter says what the engine's scheduler knows (prompts, block tables, how far a request is
+computed) and passes the jobs that come back to the workers; each worker reports each job once. No
+call blocks, copies chunk bytes or imports torch, so all of this may run on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvloft.arena import Arena, ClassUse
+from kvloft.catalog.catalog import Catalog, Counters, Store
+from kvloft.catalog.policies import EvictionPolicy
+from kvloft.catalog.tree import ROOT
+from kvloft.errors import TransferError
+from kvloft.jobs import Copy, Job, Part
+from kvloft.keys import Keys
+from kvloft.plan import ChunkLayout, ChunkPlan
+
+Tables = Sequence[Sequence[int]]
+"""Per group (ring groups included), the request's block ids; 0 is the engine's null block."""
+
+States = Mapping[int, Mapping[int, int]]
+"""By boundary (tokens): by state group, the block that holds the state exactly there."""
+
+_MAX_CHUNKS_PER_STORE = 512
+"""A longer backlog is stored over several steps: bounds the time of a scheduler call."""
+
+NULL_BLOCK = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    keys: Keys
+    prompt_tokens: int
+    seen: int = 0
+    """Tokens up to which storing has been decided; a multiple of G."""
+    branch: int = 0
+    """A boundary that deserves a resume point because others left the path there."""
+    resumed: int = 0
+    """The deepest boundary known to be a resume point of this request."""
+    leased: int = ROOT
+    """The node that a match has pinned and no load has taken over yet."""
+    may_load: bool = True
+    may_store: bool = True
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A job that some ranks have not reported yet."""
+
+    waiting: set[int]
+    ok: bool = True
+    store: Store | None = None
+    node: int = ROOT
+    request: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a loft holds and has done; sizes in bytes."""
+
+    budget_bytes: int
+    live_bytes: int
+    """Exact bytes of the chunks that hold a slot."""
+    slot_bytes: int
+    """The same in whole pages of memory."""
+    slab_bytes: int
+    """Memory of the slabs that serve a class; what is above ``slot_bytes`` is free in them."""
+    chunks: int
+    """Boundaries with a resident full chunk."""
+    resume_points: int
+    pending_stores: int
+    pending_loads: int
+    lookups: int
+    hits: int
+    restored_tokens: int
+    failed_loads: int
+    counters: Counters
+    classes: tuple[ClassUse, ...] = field(default=())
+
+
+class Loft:
+    """One engine's chunks in one arena."""
+
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        arena: Arena,
+        policy: EvictionPolicy,
+        *,
+        ranks: int,
+        resume_interval: int,
+        prompt_only: bool = True,
+    ) -> None:
+        self.plan = plan
+        self.catalog = Catalog(plan, arena, policy)
+        self._arena = arena
+        self._ranks = ranks
+        self._resume_interval = resume_interval
+        self._prompt_only = prompt_only
+        self._requests: dict[str, _Request] = {}
+        self._pending: dict[int, _Pending] = {}
+        self._store_order: deque[int] = deque()
+        self._next_job = 1
+        self.version = 0
+        """Changes whenever :meth:`stats` may have."""
+        self._lookups = self._hits = self._restored_tokens = self._failed_loads = 0
+
+    # ---------------------------------------------------------------- requests
+
+    def track(self, request: str, keys: Keys, prompt_tokens: int) -> None:
+        """Make a request known; a second call for the same id changes nothing."""
+        if request not in self._requests:
+            self._requests[request] = _Request(keys, prompt_tokens)
+
+    def forget(self, request: str) -> None:
+        """A request has ended. Its loads and stores under way go on and are reported as ever."""
+        if (state := self._requests.pop(request, None)) is not None:
+            self._end_lease(state)
+
+    def wants(self, request: str, reach: int) -> bool:
+        """Whether :meth:`begin_store` has anything to decide at ``reach`` tokens. Cheap."""
+        state = self._requests[request]
+        if self._prompt_only and reach > state.prompt_tokens:
+            reach = state.prompt_tokens
+        return reach - state.seen >= self.plan.tokens_per_chunk and state.may_store
+
+    def matched(self, request: str) -> int:
+        """The boundary (tokens) that the last :meth:`match` has pinned; 0 for none."""
+        node = self._requests[request].leased
+        return self.catalog.tree.depth[node] * self.plan.tokens_per_chunk
+
+    def release(self, request: str) -> None:
+        """Give up what :meth:`match` has pinned for a request that will not load it."""
+        self._end_lease(self._requests[request])
+
+    # ---------------------------------------------------------------- loading
+
+    def match(self, request: str, tokens: int, computed: int) -> int:
+        """The boundary (tokens) at which a request of ``tokens`` tokens can resume; 0 for none.
+
+        It is the greatest one above ``computed``, what the engine has itself, and below ``tokens``:
+        the last token is always computed. What was found stays pinned until :meth:`begin_load`,
+        :meth:`forget` or the next match for this request. Asking again is harmless.
+        """
+        state = self._requests[request]
+        self._end_lease(state)
+        state.may_store = True
+        if not state.may_load:
+            return 0
+        self._lookups += 1
+        self.version += 1
+        found = self.catalog.match(state.keys, tokens - 1, computed)
+        state.branch = found.branch
+        state.resumed = max(computed, found.boundary)
+        if found.node != ROOT:
+            self.catalog.pin(found.node)
+            state.leased = found.node
+        return found.boundary
+
+    def _end_lease(self, state: _Request) -> None:
+        if state.leased != ROOT:
+            self.catalog.unpin(state.leased)
+            state.leased = ROOT
+
+    def begin_load(self, request: str, computed: int, tables: Tables) -> Job:
+        """The copies that restore what :meth:`match` found into the blocks just allocated.
+
+        ``computed``: tokens that the engine has itself; blocks before them are left alone. Raises
+        :class:`TransferError`, with the pin given up, if the allocated blocks are not exactly those
+        that a resume at the boundary needs: then the request must be computed instead.
+        """
+        state = self._requests[request]
+        node = state.leased
+        if node == ROOT:
+            raise TransferError(f"request {request!r} has no match to load")
+        boundary = self.catalog.tree.depth[node] * self.plan.tokens_per_chunk
+        try:
+            copies = self._load_copies(node, boundary, computed, tables)
+        except TransferError:
+            state.may_load = False
+            self._failed_loads += 1
+            self._end_lease(state)
+            raise
+        state.leased = ROOT
+        state.seen = boundary
+        self._hits += 1
+        self._restored_tokens += boundary - computed
+        job = self._issue(copies)
+        self._pending[job.id] = _Pending(set(range(self._ranks)), node=node, request=request)
+        return job
+
+    def _load_copies(self, node: int, boundary: int, computed: int, tables: Tables) -> list[Copy]:
+        groups = self.plan.geometry.groups
+        wanted: dict[int, range] = {}
+        for group in self.plan.geometry.cacheable:
+            size = group.tokens_per_block
+            needed = group.resume_blocks(boundary)
+            first = max(needed.start, computed // size)
+            wanted[group.id] = range(first, needed.stop)
+            table = tables[group.id]
+            if len(table) < needed.stop:
+                raise TransferError(
+                    f"group {group.id}: {len(table)} blocks are allocated, a resume at token "
+                    f"{boundary} needs {needed.stop}"
+                )
+            for index in range(computed // size, needed.stop):
+                if (table[index] != NULL_BLOCK) != (index >= first):
+                    raise TransferError(
+                        f"group {group.id}: block {index} is "
+                        f"{'missing' if index >= first else 'allocated but not needed'} for a "
+                        f"resume at token {boundary}"
+                    )
+        copies = []
+        for slot, layout, end, _ in self.catalog.reads(node, computed):
+            parts = []
+            for group_id, blocks in layout.counts:
+                stop = end // groups[group_id].tokens_per_block
+                first = max(stop - blocks, wanted[group_id].start)
+                if first < stop:
+                    ids = list(tables[group_id][first:stop])
+                    parts.append(Part(group_id, first - (stop - blocks), ids))
+            if parts:
+                copies.append(Copy(slot, layout.counts, parts))
+        return copies
+
+    # ---------------------------------------------------------------- storing
+
+    def begin_store(
+        self, request: str, reach: int, tables: Tables, states: States | None = None
+    ) -> Job | None:
+        """The copies that store what a request will have computed once this step is done.
+
+        ``reach``: tokens whose bytes are final by then and whose prefix hashes are known.
+        ``tables``: current ones, with 0 where the engine has freed a block. ``states``: the states
+        that exist now. ``None`` if there is nothing to store.
+        """
+        state = self._requests[request]
+        size = self.plan.tokens_per_chunk
+        limit = (min(reach, state.prompt_tokens) if self._prompt_only else reach) // size
+        if limit * size <= state.seen or not state.may_store:
+            return None
+        tree = self.catalog.tree
+        store = self.catalog.begin()
+        node = tree.deepest(state.keys, limit, ready=False)
+        depth = tree.depth[node]
+        stop = min(limit, depth + _MAX_CHUNKS_PER_STORE)
+        complete = True
+        while depth < stop and complete:
+            complete = self._full_blocks_present(depth + 1, tables)
+            if complete:
+                added = self.catalog.add_chunk(store, node, state.keys((depth + 1) * size))
+                complete = added >= 0
+                if complete:
+                    node, depth = added, depth + 1
+        if self.plan.has_resume_points:
+            self._add_resumes(store, state, node, depth, tables, states or {})
+        state.seen = stop * size if complete else limit * size
+        if not (store.nodes or store.resumes):
+            self.catalog.cancel(store)
+            return None
+        return self._issue_store(store, tables, states or {})
+
+    def _full_blocks_present(self, depth: int, tables: Tables) -> bool:
+        for group in self.plan.full_groups:
+            count = self.plan.blocks_per_chunk(group)
+            ids = tables[group.id][(depth - 1) * count : depth * count]
+            if len(ids) < count or NULL_BLOCK in ids:
+                return False
+        return True
+
+    def _add_resumes(
+        self,
+        store: Store,
+        state: _Request,
+        node: int,
+        depth: int,
+        tables: Tables,
+        states: States,
+    ) -> None:
+        """Make resume points of the boundaries that deserve one and can be captured now."""
+        size, tree = self.plan.tokens_per_chunk, self.catalog.tree
+        for boundary in self._deserving(state, depth * size, states):
+            at = tree.find(state.keys(boundary))
+            if at < 0 or self.catalog.has_resume(at):
+                continue
+            if all(
+                self._window_blocks_present(boundary_of_piece, piece.layout, tables)
+                for piece, boundary_of_piece in self.catalog.missing_pieces(at)
+            ) and self.catalog.add_resume(store, at):
+                state.resumed = max(state.resumed, boundary)
+
+    def _deserving(self, state: _Request, top: int, states: States) -> Iterator[int]:
+        """Boundaries up to ``top`` that retention gives a resume point, in order.
+
+        The last boundary of the prompt (and the one before, where the prompt ends on a boundary,
+        since its own last token must be computed again), the point where others branched off, and
+        every ``resume_interval`` tokens. States exist only where the engine ends a step; there the
+        first one in each interval is taken.
+        """
+        size, interval = self.plan.tokens_per_chunk, self._resume_interval
+        prompt = state.prompt_tokens
+        marks = {(prompt - 1) // size * size, prompt // size * size, state.branch}
+        if self.plan.state_groups:
+            for boundary in sorted(states):
+                if (
+                    0 < boundary <= top
+                    and boundary % size == 0
+                    and len(states[boundary]) == len(self.plan.state_groups)
+                    and (
+                        boundary in marks or boundary // interval > state.resumed // interval
+                    )
+                ):
+                    yield boundary
+            return
+        first = (state.seen // interval + 1) * interval
+        marks.update(range(first, top + 1, interval))
+        yield from sorted(mark for mark in marks if state.seen < mark <= top)
+
+    def _window_blocks_present(self, end: int, layout: ChunkLayout, tables: Tables) -> bool:
+        for group_id, count in layout.counts:
+            stop = end // self.plan.geometry.groups[group_id].tokens_per_block
+            ids = tables[group_id][stop - count : stop]
+            if len(ids) < count or NULL_BLOCK in ids:
+                return False
+        return True
+
+    def _issue_store(self, store: Store, tables: Tables, states: States) -> Job | None:
+        groups = self.plan.geometry.groups
+        copies = []
+        for write in store.writes:
+            parts = []
+            for group_id, count in write.layout.counts:
+                if write.kind == "state":
+                    ids = [states[write.boundary][group_id]]
+                else:
+                    stop = write.boundary // groups[group_id].tokens_per_block
+                    ids = list(tables[group_id][stop - count : stop])
+                parts.append(Part(group_id, 0, ids))
+            copies.append(Copy(write.slot, write.layout.counts, parts))
+        job = self._issue(copies)
+        waiting = set(range(self._ranks)) if copies else set()
+        self._pending[job.id] = _Pending(waiting, store=store)
+        self._store_order.append(job.id)
+        self._end_stores()
+        return job if copies else None
+
+    # ---------------------------------------------------------------- reports
+
+    def _issue(self, copies: list[Copy]) -> Job:
+        self.version += 1
+        job = Job(self._next_job, copies)
+        self._next_job += 1
+        return job
+
+    def report(self, job: int, rank: int, ok: bool) -> None:
+        """A rank has done its share of a job, or failed at it. Late and repeated ones are ignored.
+
+        A store is published, and a load gives up its pin, once every rank has reported.
+        """
+        pending = self._pending.get(job)
+        if pending is None or rank not in pending.waiting:
+            return
+        self.version += 1
+        pending.waiting.discard(rank)
+        pending.ok &= ok
+        if pending.store is not None:
+            self._end_stores()
+        elif not pending.waiting:
+            del self._pending[job]
+            self.catalog.unpin(pending.node)
+            if not pending.ok:
+                self._failed_loads += 1
+                if (state := self._requests.get(pending.request)) is not None:
+                    # It is computed instead; a second try could fail in the same way for ever.
+                    state.may_load = False
+                    state.seen = 0
+
+    def _end_stores(self) -> None:
+        while self._store_order:
+            pending = self._pending[self._store_order[0]]
+            if pending.waiting or pending.store is None:
+                return
+            self.catalog.end(pending.store, pending.ok)
+            del self._pending[self._store_order.popleft()]
+
+    # ---------------------------------------------------------------- the whole
+
+    @property
+    def pending(self) -> int:
+        """Jobs that some rank has not reported."""
+        return len(self._pending)
+
+    def reset(self) -> None:
+        """Forget all chunks. Jobs under way go on, into slots that stay theirs until they end.
+
+        Requests that are running now are not stored any more unless they start over: part of what
+        they have computed belongs to the time before.
+        """
+        self.version += 1
+        for state in self._requests.values():
+            self._end_lease(state)
+            state.seen = state.resumed = state.branch = 0
+            state.may_store = False
+        self.catalog.reset()
+
+    def stats(self) -> Stats:
+        """A snapshot."""
+        uses = self._arena.use()
+        return Stats(
+            budget_bytes=self._arena.budget,
+            live_bytes=self.catalog.live_bytes,
+            slot_bytes=self._arena.used_bytes,
+            slab_bytes=sum(use.slabs for use in uses) * self._arena.slab_bytes,
+            chunks=len(self.catalog.tree),
+            resume_points=self.catalog.resume_points,
+            pending_stores=len(self._store_order),
+            pending_loads=len(self._pending) - len(self._store_order),
+            lookups=self._lookups,
+            hits=self._hits,
+            restored_tokens=self._restored_tokens,
+            failed_loads=self._failed_loads,
+            counters=self.catalog.counters,
+            classes=uses,
+        )
