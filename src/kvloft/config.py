@@ -41,6 +41,19 @@ class Options:
     """Tokens between the resume points kept inside a long prompt; a multiple of G."""
 
 
+AUTO_MOST_TOKENS = 512
+"""``auto`` in an engine takes no longer chunks than this, unless a unit is longer: of a model with
+under 2 KiB a token, 1 MiB would be longer than most prompts, and no prefix would ever be reused."""
+
+
+def _auto_in_engine(geometry: Geometry) -> int:
+    unit = geometry.unit_tokens
+    if any(group.kind == "state" for group in geometry.cacheable):
+        # States exist only where the engine ends a step, on some multiple of the unit.
+        return unit
+    return min(auto_tokens_per_chunk(geometry), max(1, AUTO_MOST_TOKENS // unit) * unit)
+
+
 def resolve_chunk(
     geometry: Geometry, *, blocks_per_chunk: object = None, block_size: object = None
 ) -> int:
@@ -80,11 +93,14 @@ def parse_options(extra: Mapping[str, object], geometry: Geometry) -> Options:
                 f"unknown option {key!r} in kv_connector_extra_config; {hint}"
                 f"known options: {', '.join(KNOWN_KEYS)}"
             )
-    tokens = resolve_chunk(
-        geometry,
-        blocks_per_chunk=extra.get("blocks_per_chunk"),
-        block_size=extra.get("block_size"),
-    )
+    if extra.get("blocks_per_chunk") is None and extra.get("block_size") is None:
+        tokens = _auto_in_engine(geometry)
+    else:
+        tokens = resolve_chunk(
+            geometry,
+            blocks_per_chunk=extra.get("blocks_per_chunk"),
+            block_size=extra.get("block_size"),
+        )
     policy = extra.get("eviction_policy", "lru")
     if not isinstance(policy, str) or policy not in POLICIES:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class KVLoftError(ValueError):
-    """A request that can't be served; the message says what was given, what is allowed, what to do."""
+    """What can't be served; the message says what was given, what is allowed and what to do."""
 
 
 class ConfigError(KVLoftError):

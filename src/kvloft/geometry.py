@@ -218,7 +218,7 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.fail(key, f"{_show(value)} is not an integer of {least} or more")
         if value > MAX_INTEGER:
-            raise self.fail(key, f"{_show(value)} is more than {MAX_INTEGER}, the most there can be")
+            raise self.fail(key, f"{_show(value)} is more than {MAX_INTEGER}, the greatest")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
@@ -257,9 +257,7 @@ def from_dict(data: object, *, where: str = "geometry") -> Geometry:
     top = _Reader(data, where, _TOP_KEYS)
     if (schema := top.obj.get("schema")) != SCHEMA:
         raise top.fail("schema", f"{_show(schema)} is not {SCHEMA!r}")
-    groups = tuple(
-        _read_group(obj, index, where) for index, obj in enumerate(top.items("groups"))
-    )
+    groups = tuple(_read_group(obj, index, where) for index, obj in enumerate(top.items("groups")))
     if not any(group.cacheable for group in groups):
         raise GeometryError(
             f"{where}: field 'groups': no cacheable group among the {len(groups)}; "

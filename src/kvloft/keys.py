@@ -10,7 +10,7 @@ import xxhash
 from kvloft.plan import ChunkPlan
 
 Keys = Callable[[int], bytes]
-"""The engine's prefix hash at a boundary (tokens, a multiple of the hash unit); covers the prefix."""
+"""The engine's hash of a whole prefix, by its length (tokens, a multiple of the hash unit)."""
 
 FORMAT_VERSION = 1
 """Of the bytes in a chunk; part of the digest."""

@@ -311,9 +311,7 @@ class Loft:
                     0 < boundary <= top
                     and boundary % size == 0
                     and len(states[boundary]) == len(self.plan.state_groups)
-                    and (
-                        boundary in marks or boundary // interval > state.resumed // interval
-                    )
+                    and (boundary in marks or boundary // interval > state.resumed // interval)
                 ):
                     yield boundary
             return

@@ -57,8 +57,10 @@ class Mapping:
 
         ``nbytes``: the whole budget, header included. ``digest``: the geometry's; every rank leaves
         its own in the header. ``note``: what the first rank leaves for the scheduler's side to
-        read (:meth:`note`), at most 60 KiB. Raises :class:`ArenaError`, with nothing left allocated, if the
-        memory is not there or the mapping was made for another size.
+        read (:meth:`note`), at most 60 KiB.
+
+        Raises :class:`ArenaError`, with nothing left allocated, if the memory is not there or
+        the mapping was made for another size.
         """
         self._path = directory / f"{_PREFIX}{name}"
         self._ranks = ranks
@@ -76,8 +78,8 @@ class Mapping:
                 _claim(self._fd, total, directory)
             elif size != total:
                 raise ArenaError(
-                    f"the mapping {self._path.name} has {size} bytes, this process expects {total}; "
-                    "all processes of an engine must be given the same options"
+                    f"the mapping {self._path.name} has {size} bytes, this process expects "
+                    f"{total}; all processes of an engine must be given the same options"
                 )
             self._memory = mmap.mmap(self._fd, total)
             if size == 0:
@@ -135,8 +137,8 @@ class Mapping:
 
     def _unlink(self) -> None:
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
-                os.unlink(self._path)
+            if os.path.samestat(self._path.stat(), os.fstat(self._fd)):
+                self._path.unlink()
 
     def close(self) -> None:
         """Detach; the memory goes back to the system with the last process. Idempotent."""
@@ -237,6 +239,6 @@ def _remove_stale(directory: Path) -> None:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # An empty file belongs to a process that is about to lock it.
                 if os.fstat(fd).st_size:
-                    os.unlink(path)
+                    path.unlink()
             finally:
                 os.close(fd)

@@ -1,4 +1,4 @@
-"""From a geometry and a chunk length: what is stored at a boundary, and how its bytes lie in a slot.
+"""From a geometry and a chunk length: what is stored at a boundary, and how it lies in a slot.
 
 The scheduler's side and every rank's worker derive the same layout from the same two inputs, so a
 chunk is described between them by its slot and its block ids alone.
@@ -18,10 +18,10 @@ from kvloft.units import ceil_div, page_aligned
 AUTO_CHUNK_BYTES = 1 << 20
 """``auto`` takes the smallest chunk whose full blocks, over all ranks, have this many bytes."""
 
-_MAX_CLASSES = 4096
-
 BlockCounts = tuple[tuple[int, int], ...]
 """``(group id, blocks)`` of every group in a chunk, in group order."""
+
+_MAX_CLASSES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,9 @@ class ChunkPlan:
                     (g.id, end // g.tokens_per_block - max(start, end - size) // g.tokens_per_block)
                     for g in window_set.groups
                 )
-                whole = all(n == size // self.geometry.groups[g].tokens_per_block for g, n in counts)
+                whole = all(
+                    n == size // self.geometry.groups[g].tokens_per_block for g, n in counts
+                )
                 yield Piece(index, back, whole, self.layout(counts))
 
     def short_layout(self, window_set: int, depth: int) -> ChunkLayout:

@@ -104,6 +104,8 @@ class Catalog:
         """Bit s: the resume point's oldest chunk of set s is a whole one where a short one would
         do; which of the two it holds a reference to must not depend on what came later."""
         self._stores: deque[Store] = deque()
+        self._unpublished: set[tuple[int, int]] = set()
+        """``(node, column)`` of the window chunks that stores under way are writing."""
 
     # ---------------------------------------------------------------- look-up
 
@@ -119,6 +121,8 @@ class Catalog:
         if self.plan.has_resume_points:
             resume, parent, depth, least = self._resume, tree.parent, tree.depth, above // size
             while node != ROOT and resume[node] != READY and depth[node] > least:
+                if self._claim(node):
+                    break
                 node = parent[node]
             if node != ROOT and resume[node] != READY:
                 node = ROOT
@@ -133,6 +137,32 @@ class Catalog:
             branch = tree.depth[deepest] * size
         boundary = tree.depth[node] * size
         return Match(node, boundary, branch) if boundary > above else Match(ROOT, 0, branch)
+
+    def _claim(self, node: int) -> bool:
+        """Make a resume point of a resident node that needs nothing but what others have stored:
+        its windows overlap theirs, or local chunks end exactly there. Takes references only."""
+        pieces = self.plan.pieces(self.tree.depth[node])
+        if (
+            self._resume[node] != FREE
+            or self.plan.state_groups
+            or (pieces and not pieces[0].chunks_back and self._find_piece(pieces[0], node) < 0)
+        ):
+            return False
+        found = [(piece, at, self._find_piece(piece, at)) for piece, at in self._needed_pieces(node)]
+        if any(column < 0 or (at, column) in self._unpublished for _, at, column in found):
+            return False
+        self._resume[node] = READY
+        self._used_whole[node] = 0
+        self.resume_points += 1
+        for piece, holder, column in found:
+            self._take_piece(node, piece, holder, column)
+        return True
+
+    def _take_piece(self, node: int, piece: Piece, holder: int, column: int) -> None:
+        """Let the resume point ``node`` refer to a window chunk that is there."""
+        self._refs[column][holder] += 1
+        if column % 2 and not piece.whole:
+            self._used_whole[node] |= 1 << piece.window_set
 
     def pin(self, node: int) -> None:
         """Keep ``node``, all above it and its resume point until :meth:`unpin`."""
@@ -258,10 +288,8 @@ class Catalog:
         for piece, holder in self._needed_pieces(node):
             column = self._find_piece(piece, holder)
             if column >= 0:
-                self._refs[column][holder] += 1
+                self._take_piece(node, piece, holder, column)
                 taken.append((holder, column))
-                if column % 2 and not piece.whole:
-                    self._used_whole[node] |= 1 << piece.window_set
             else:
                 column = 2 * piece.window_set + piece.whole
                 boundary = (depth - piece.chunks_back) * size
@@ -285,6 +313,7 @@ class Catalog:
             self._piece[column][holder] = write.slot
             self._refs[column][holder] = 1
             store.pieces.append((holder, column))
+            self._unpublished.add((holder, column))
         if self.plan.state_layout is not None:
             self._state_slot[node] = writes[-1].slot
         store.resumes.append(node)
@@ -308,6 +337,7 @@ class Catalog:
             for write in store.writes:
                 self._release(write.slot, write.layout)
             return
+        self._unpublished.difference_update(store.pieces)
         for node in store.nodes:
             self.tree.state[node] = READY
         if store.nodes:
@@ -343,6 +373,7 @@ class Catalog:
             if store.abandoned:
                 continue
             store.abandoned = True
+            self._unpublished.difference_update(store.pieces)
             own = set(store.pieces)
             for node in reversed(store.resumes):
                 held = [(holder, column) for _, holder, column in self._held_pieces(node)]

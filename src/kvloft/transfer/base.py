@@ -1,4 +1,4 @@
-"""What moves bytes, whatever the device: the pages it sees, the jobs it takes, the checks on both."""
+"""What moves bytes on any device: the pages it sees, the jobs it takes, the checks on both."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_job(job: Job, plan: ChunkPlan, arena_bytes: int, num_blocks: int) -> N
                     f"group {part.group} leave a slot of {blocks}"
                 )
             if part.block_ids and not (
-                0 < min(part.block_ids) and max(part.block_ids) < num_blocks
+                min(part.block_ids) > 0 and max(part.block_ids) < num_blocks
             ):
                 raise TransferError(
                     f"job {job.id}: block ids {part.block_ids} of group {part.group} leave "

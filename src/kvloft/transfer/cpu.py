@@ -2,7 +2,7 @@
 
 numpy's strided assignment moves whole contiguous rows with memcpy and without the interpreter's
 lock, so what counts is to give it much per call. Two things do: layers that lie at equal distances
-become one array with a layer axis, and block ids that follow one another become one slice.
+become one array with a layer axis, and blocks that are neighbours in both memories become one slice.
 """
 
 from __future__ import annotations
@@ -28,31 +28,44 @@ class _Strip:
     pages: Bytes
     first: int
     """Place of its first layer in the run."""
+    run_layers: int
+    """Layers of the run; where the strip has them all, its pages lie one behind the other."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block of the whole run takes in a slot."""
+        return self.run_layers * int(self.pages[0, 0].nbytes)
+
+    def rows(self, slots: Bytes, blocks: int) -> Bytes:
+        """The strip's part of memory that holds ``blocks`` blocks of the run."""
+        _, layers, *page = self.pages.shape
+        if layers == self.run_layers:
+            return slots.reshape(blocks, layers, *page)
+        whole = slots.reshape(blocks, self.run_layers, *page)
+        return whole[:, self.first : self.first + layers]
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     """One strip's place in a slot."""
 
-    pages: Bytes
-    first: int
-    whole: bool
-    """Whether the strip is the whole run, so that its pages lie one behind the other in the slot."""
-    rows: tuple[int, ...]
+    strip: int
+    """Index into the copier's strips."""
     offset: int
     block_bytes: int
     shared: bool
 
 
 class CpuCopier:
-    """One rank's copier. Copies are done when a call returns; see :class:`kvloft.transfer.Copier`."""
+    """One rank's :class:`kvloft.transfer.Copier`; copies are done when a call returns."""
 
     def __init__(self, plan: ChunkPlan, views: PageViews, arena: Bytes, *, rank: int) -> None:
-        """``arena``: the mapping's memory. Raises :class:`TransferError` if views and plan differ."""
+        """``arena``: the mapping's memory. Raises :class:`TransferError` where views do not fit."""
         self._plan = plan
         self._arena = arena
         self._rank = rank
-        self._strips: dict[tuple[int, int], list[_Strip]] = {}
+        self._strips: list[_Strip] = []
+        self._strips_of: dict[tuple[int, int], range] = {}
         sizes = set()
         for group in plan.geometry.cacheable:
             layers = list(views.get(group.id, ()))
@@ -70,7 +83,9 @@ class CpuCopier:
                             f"geometry has {run.page_bytes}"
                         )
                     sizes.add(len(view))
-                self._strips[group.id, index] = list(_merge(own))
+                first = len(self._strips)
+                self._strips.extend(_merge(own))
+                self._strips_of[group.id, index] = range(first, len(self._strips))
         if len(sizes) != 1:
             raise TransferError(f"pages of pools of different lengths: {sorted(sizes)}")
         self._num_blocks = sizes.pop()
@@ -79,48 +94,60 @@ class CpuCopier:
     def store(self, job: Job) -> None:
         """Fill slots from pages."""
         check_job(job, self._plan, len(self._arena), self._num_blocks)
-        for target, pages in self._moves(job, writes=True):
-            target[...] = pages
+        for strip, moves in self._moves(job, writes=True):
+            # In the order of the pages: reading on where one has just read is what memory is good
+            # at, and a writer has no such preference. Engines often give ids in falling order.
+            moves.sort()
+            for pages, slots in self._pairs(strip, moves):
+                slots[...] = pages
 
     def load(self, job: Job) -> None:
         """Fill pages from slots."""
         check_job(job, self._plan, len(self._arena), self._num_blocks)
-        for source, pages in self._moves(job, writes=False):
-            pages[...] = source
+        for strip, moves in self._moves(job, writes=False):
+            for pages, slots in self._pairs(strip, moves):
+                pages[...] = slots
 
-    def _moves(self, job: Job, *, writes: bool) -> Iterator[tuple[Bytes, Bytes]]:
-        """Pairs of equal shape: a piece of a slot, and the pages that it holds."""
-        arena = self._arena
+    def _moves(self, job: Job, *, writes: bool) -> Iterator[tuple[_Strip, list[tuple[int, int]]]]:
+        """For every strip: which blocks go to, or come from, which offsets in the arena."""
+        moves: dict[int, list[tuple[int, int]]] = {}
         for copy in job.copies:
             program = self._programs.get(copy.counts) or self._compile(copy.counts)
             for part in copy.parts:
                 for step in program[part.group]:
                     if writes and step.shared and self._rank:
                         continue  # Rank 0 writes the one copy of what all ranks hold alike.
-                    at = copy.offset + step.offset + part.first * step.block_bytes
-                    for ids in _runs(part.block_ids):
-                        pages = step.pages[ids]
-                        if step.whole:
-                            size = pages.size
-                            yield arena[at : at + size].reshape(pages.shape), pages
-                        else:
-                            size = len(pages) * step.block_bytes
-                            rows = arena[at : at + size].reshape(len(pages), *step.rows)
-                            yield rows[:, step.first : step.first + pages.shape[1]], pages
-                        at += size
+                    size = step.block_bytes
+                    at = copy.offset + step.offset + part.first * size
+                    places = range(at, at + len(part.block_ids) * size, size)
+                    moves.setdefault(step.strip, []).extend(
+                        zip(part.block_ids, places, strict=True)
+                    )
+        for index, found in moves.items():
+            yield self._strips[index], found
+
+    def _pairs(self, strip: _Strip, moves: list[tuple[int, int]]) -> Iterator[tuple[Bytes, Bytes]]:
+        """Pages and their place in slots, of equal shape; neighbours in both become one pair."""
+        size, start, total = strip.block_bytes, 0, len(moves)
+        while start < total:
+            block, at = moves[start]
+            end = start + 1
+            while end < total and moves[end] == (block + end - start, at + (end - start) * size):
+                end += 1
+            blocks = end - start
+            slots = self._arena[at : at + blocks * size]
+            yield strip.pages[block : block + blocks], strip.rows(slots, blocks)
+            start = end
 
     def _compile(self, counts: BlockCounts) -> dict[int, list[_Step]]:
         """What to do for each group of a slot with these blocks; made once per class of chunk."""
         program: dict[int, list[_Step]] = {group: [] for group, _ in counts}
         for section in self._plan.layout(counts).sections:
             offset = section.offset + self._rank * section.rank_stride
-            for strip in self._strips[section.group, section.run]:
+            for strip in self._strips_of[section.group, section.run]:
                 program[section.group].append(
                     _Step(
-                        pages=strip.pages,
-                        first=strip.first,
-                        whole=strip.pages.shape[1] == section.count,
-                        rows=(section.count, *strip.pages.shape[2:]),
+                        strip=strip,
                         offset=offset,
                         block_bytes=section.count * section.page_bytes,
                         shared=not section.rank_stride,
@@ -128,20 +155,6 @@ class CpuCopier:
                 )
         self._programs[counts] = program
         return program
-
-
-def _runs(ids: Sequence[int]) -> Iterator[slice]:
-    """``ids`` as slices of ascending or descending neighbours, in order."""
-    start, total = 0, len(ids)
-    while start < total:
-        first, end, step = ids[start], start + 1, 1
-        if end < total and abs(ids[end] - first) == 1:
-            step = ids[end] - first
-            while end < total and ids[end] - ids[end - 1] == step:
-                end += 1
-        stop = first + step * (end - start)
-        yield slice(first, stop if stop >= 0 else None, step)
-        start = end
 
 
 def _merge(views: Sequence[Bytes]) -> Iterator[_Strip]:
@@ -157,7 +170,7 @@ def _merge(views: Sequence[Bytes]) -> Iterator[_Strip]:
             if gap != distance or gap == 0:
                 break
             end += 1
-        yield _Strip(_with_layer_axis(views[start:end], distance), start)
+        yield _Strip(_with_layer_axis(views[start:end], distance), start, len(views))
         start = end
 
 

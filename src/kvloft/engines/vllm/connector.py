@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class KVLoftConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KVLoftConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV caches of all groups in host memory. A thin shell: see the two halves."""
 
     _cache_hit_source = CacheHitSource.HOST
@@ -43,9 +43,7 @@ class KVLoftConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         """Raises :class:`kvloft.errors.KVLoftError` for options or models that can't be served."""
-        super().__init__(
-            vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config
-        )
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:

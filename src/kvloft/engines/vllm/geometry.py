@@ -1,4 +1,4 @@
-"""vLLM's KV-cache configuration as a :class:`kvloft.geometry.Geometry`, or a reason to refuse it."""
+"""vLLM's KV-cache configuration as a geometry, or the reason why it is refused."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 
 def _live_bytes(spec: Any) -> int:
     if isinstance(spec, AttentionSpec):
-        return spec.unpadded_page_size_bytes
+        return int(spec.unpadded_page_size_bytes)
     return int(spec.real_page_size_bytes)
 
 
@@ -150,8 +150,8 @@ def _replicated(spec: KVCacheSpec, ranks: int) -> bool:
     if ranks == 1:
         return False
     if isinstance(spec, AttentionSpec):
-        return spec.max_tp_shards == 1
-    return isinstance(spec, MambaSpec) and spec.tp_replicated
+        return bool(spec.max_tp_shards == 1)
+    return isinstance(spec, MambaSpec) and bool(spec.tp_replicated)
 
 
 def _translate_group(

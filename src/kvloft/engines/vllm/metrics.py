@@ -46,12 +46,12 @@ GAUGES = {
 
 
 @dataclass
-class LoftStats(KVConnectorStats):  # type: ignore[misc]
+class LoftStats(KVConnectorStats):
     """One interval's counts, and the latest gauges. ``data`` maps names without the prefix."""
 
     def reset(self) -> None:
         """Start over."""
-        self.data = {}
+        self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the other's counts; of gauges, the other's are later."""
@@ -144,7 +144,7 @@ class SchedulerMeter:
         return LoftStats(data)
 
 
-class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class PromMetrics(KVConnectorPromMetrics):
     """The metrics in vLLM's Prometheus registry, one label set per engine."""
 
     def __init__(

@@ -9,7 +9,7 @@ checkpoints here sensitive instead:
   tied to the output head; otherwise a random model mostly repeats its last token.
 * Attention is peaked: scores have a standard deviation of ``Shape.focus`` rather than the 1 that plain
   random projections give, so a token attends to a few others instead of to the average of thousands.
-  Larger values also amplify rounding. :mod:`kvloft.engines.vllm.compare` says what was measured.
+  Larger values also amplify rounding.
 * Where a model has experts, every token uses all of them. Choosing some would turn a rounding
   difference into another choice, and that into another output.
 
@@ -39,6 +39,12 @@ VOCABULARY = 2048
 END_OF_TEXT = "<|end|>"
 MAX_MODEL_LEN = 4096
 
+NEARBY_FOCUS = 2.0
+"""Focus of layers with windows or local chunks; they reach far only through the full layers."""
+HEAD_SPREAD = 0.7
+"""Standard deviation of the logarithm of the output rows' lengths."""
+_NEARBY_KINDS = ("sliding_attention", "chunked_attention")
+
 Parameters = Mapping[str, Any]
 
 
@@ -54,7 +60,7 @@ class Shape:
     parameters: Parameters
     """Arguments of the configuration class."""
     focus: float = 4.0
-    """Standard deviation of attention scores."""
+    """Standard deviation of attention scores in layers with full attention."""
     tolerance: float = 0.1
     """Largest difference in log-probability that counts as rounding."""
     engine: Parameters = field(default_factory=dict)
@@ -104,6 +110,7 @@ SHAPES: Mapping[str, Shape] = {
                 "hidden_size_per_layer_input": 0,
                 "vocab_size_per_layer_input": VOCABULARY,
             },
+            focus=8.0,
             mixed_blocks=True,
         ),
         Shape(
@@ -157,6 +164,7 @@ SHAPES: Mapping[str, Shape] = {
                 "sliding_window": 200,
                 "query_pre_attn_scalar": 64,
             },
+            focus=8.0,
         ),
         Shape(
             name="llama4",
@@ -263,8 +271,8 @@ def _draw(name: str, parameter: Any, config: Any, focus: float, generator: Any) 
     """Overwrite one parameter in place with random values that suit its role."""
     import torch
 
-    if _local(name, config):
-        focus = LOCAL
+    if _attends_nearby(name, config):
+        focus = NEARBY_FOCUS
 
     def normal(std: float) -> None:
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
@@ -277,11 +285,11 @@ def _draw(name: str, parameter: Any, config: Any, focus: float, generator: Any) 
         scaled = config.model_type.startswith("gemma")
         normal(1 / math.sqrt(config.hidden_size) if scaled else 1.0)
     elif role == "lm_head":
-        # Rows of very different lengths: of 2,048 alike candidates the best two are so close that 16-bit
-        # logits tie in one step out of twenty.
+        # Rows of different lengths: of 2,048 candidates that are all alike the best two are so close
+        # that 16-bit logits often tie.
         rows = torch.randn((parameter.shape[0], 1), generator=generator, dtype=torch.float32)
-        normal(LEVEL / math.sqrt(fan_in))
-        parameter.mul_(torch.exp(SPREAD * rows).to(parameter.dtype))
+        normal(1 / math.sqrt(fan_in))
+        parameter.mul_(torch.exp(HEAD_SPREAD * rows).to(parameter.dtype))
     elif role in ("q_proj", "k_proj"):
         # Two projections share the focus. Models that normalise queries and keys undo this scale, and
         # get it from their norms below.
@@ -295,25 +303,15 @@ def _draw(name: str, parameter: Any, config: Any, focus: float, generator: Any) 
         parameter.copy_(steps.reshape(parameter.shape))
     elif role == "sinks":
         normal(1.0)
-    elif role == "conv1d":
-        normal(1 / math.sqrt(fan_in))
-    elif parameter.dim() >= 2:
+    elif role == "conv1d" or parameter.dim() >= 2:
         normal(1 / math.sqrt(fan_in))
 
 
-LOCAL = float(os.environ.get("LOCAL", "1"))
-
-
-def _local(name: str, config: Any) -> bool:
-    """Whether the parameter belongs to a layer that attends to nearby tokens only."""
+def _attends_nearby(name: str, config: Any) -> bool:
+    """Whether the parameter belongs to a layer with a window or local chunks."""
     kinds = getattr(config, "layer_types", None)
     layer = re.search(r"layers\.(\d+)\.", name)
-    return bool(kinds and layer and kinds[int(layer[1])] in LOCAL_KINDS)
-
-
-LOCAL_KINDS = ("sliding_attention", "chunked_attention")
-SPREAD = float(os.environ.get("SPREAD","0.5"))
-LEVEL = float(os.environ.get("LEVEL","1.2"))
+    return bool(kinds and layer and kinds[int(layer[1])] in _NEARBY_KINDS)
 
 
 def _set_norm(parameter: Any, config: Any, focus: float) -> None:

@@ -40,7 +40,7 @@ def page_view(tensor: torch.Tensor, num_blocks: int) -> Bytes:
     ]
     shape, strides = _coalesce([dim for dim in inner if dim[0] > 1])
     storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload]
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     start = tensor.storage_offset() * size
     block_stride = step * ratio
     reach = start + (num_blocks - 1) * block_stride

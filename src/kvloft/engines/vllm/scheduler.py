@@ -15,6 +15,7 @@ from kvloft.engines.vllm.messages import Orders, Reports
 from kvloft.engines.vllm.metrics import LoftStats, SchedulerMeter
 from kvloft.engines.vllm.setup import Setup, describe
 from kvloft.errors import TransferError
+from kvloft.jobs import Job
 from kvloft.loft import Loft
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class SchedulerHalf:
         )
         self._tokens_per_hash = setup.plan.geometry.tokens_per_hash
         self._requests: dict[str, Request] = {}
-        self._loads: list[tuple[str, object]] = []
+        self._loads: list[tuple[str, Job | None]] = []
         self._meter = SchedulerMeter(self.loft)
         logger.info("%s", describe(setup, arena))
 
@@ -57,7 +58,7 @@ class SchedulerHalf:
         hashes, size = request.block_hashes, self._tokens_per_hash
 
         def key(boundary: int) -> bytes:
-            return hashes[boundary // size - 1]
+            return bytes(hashes[boundary // size - 1])
 
         self.loft.track(request_id, key, request.num_prompt_tokens)
 
@@ -118,7 +119,7 @@ class SchedulerHalf:
         if not (stores or self._loads):
             return _NOTHING_IDLE if idle else _NOTHING
         loads, self._loads = self._loads, []
-        return Orders(loads=loads, stores=stores, idle=idle)  # type: ignore[arg-type]
+        return Orders(loads=loads, stores=stores, idle=idle)
 
     def finished(self, request: Request) -> None:
         """A request has ended in whatever way."""

@@ -48,8 +48,8 @@ NEW_TOKENS = 16
 CANDIDATES = 5
 
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
-LOADED_BYTES = "kvloft:load_bytes"
-STORED_BYTES = "kvloft:store_bytes"
+LOADED_BYTES = "vllm:kvloft_load_bytes"
+STORED_BYTES = "vllm:kvloft_store_bytes"
 
 Report = Callable[[str], None]
 

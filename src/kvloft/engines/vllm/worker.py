@@ -59,9 +59,7 @@ class WorkerHalf:
             group: [page_view(kv_caches[name], self._num_blocks) for name in names]
             for group, names in self._layers.items()
         }
-        self._copier = CpuCopier(
-            self._setup.plan, views, self._setup.mapping.data, rank=self._rank
-        )
+        self._copier = CpuCopier(self._setup.plan, views, self._setup.mapping.data, rank=self._rank)
 
     def _ready(self) -> Copier:
         if self._copier is None:

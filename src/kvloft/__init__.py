@@ -1,0 +1,1 @@
+"""KVLoft keeps an inference engine's KV cache in larger, cheaper memory and brings it back."""

@@ -1,0 +1,119 @@
+"""Random interleavings of everything that can happen to an engine with a loft."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from kvloft.plan import ChunkPlan
+from kvloft.testing.engine import RUNNING, Engine, EngineError, Request, Totals
+from kvloft.testing.pages import PAGES_LAYOUTS
+
+_VOCABULARY = 50
+
+
+def longest_prompt(plan: ChunkPlan) -> int:
+    """Tokens of the longest prompt worth a try: several chunks, and well beyond every window."""
+    reach = max(
+        (s.groups[0].reach + s.groups[0].attention_chunk for s in plan.window_sets), default=0
+    )
+    size = plan.tokens_per_chunk
+    return size * max(6, min(80, math.ceil(2 * reach / size)))
+
+
+def make_engine(plan: ChunkPlan, rng: random.Random, *, failures: float = 0.0) -> Engine:
+    """An engine of random size: from a pool that forces preemption to one that never does, from an
+    arena that holds one chunk of each class to one that holds everything."""
+    longest = longest_prompt(plan)
+    # The states of a step's two ends, and the blocks of one request of full length.
+    enough = sum(
+        4 if group.kind in ("state", "ring") else math.ceil(longest / group.tokens_per_block) + 1
+        for group in plan.geometry.groups
+    )
+    sizes = plan.slot_sizes() or (4096,)
+    least = max(sizes) * len(sizes)
+    everything = 8 * least * longest // plan.tokens_per_chunk
+    return Engine(
+        plan,
+        rng,
+        num_blocks=1 + int(enough * rng.choice([1, 1.5, 2, 4])),
+        arena_bytes=rng.choice([least, 2 * least, 3 * least, 6 * least, everything]),
+        step_tokens=rng.choice([plan.tokens_per_chunk // 2 + 1, plan.tokens_per_chunk, longest]),
+        resume_interval=plan.tokens_per_chunk * rng.choice([1, 2, 3, 1000]),
+        prompt_only=rng.random() < 0.5,
+        prefix_caching=rng.random() < 0.5,
+        layout=rng.choice(PAGES_LAYOUTS),
+        failures=failures,
+    )
+
+
+class Scenario:
+    """Users who talk to one engine, about things that others have asked before."""
+
+    def __init__(self, engine: Engine, rng: random.Random) -> None:
+        self.engine = engine
+        self._rng = rng
+        self._texts: list[list[int]] = []
+        self._size = engine.plan.tokens_per_chunk
+        self._longest = longest_prompt(engine.plan)
+
+    def run(self, actions: int) -> Totals:
+        """Take ``actions`` random actions, then finish everything and look for what is left."""
+        for _ in range(actions):
+            self._act()
+            if self._rng.random() < 0.15:
+                self.engine.check()
+        self.engine.close()
+        return self.engine.totals
+
+    def _act(self) -> None:
+        engine, rng = self.engine, self._rng
+        choice = rng.random()
+        if choice < 0.15:
+            if len(engine.requests) < 4:
+                self.submit()
+        elif choice < 0.17:
+            if engine.requests:
+                engine.abort(rng.choice(engine.requests))
+        elif choice < 0.20:
+            running = [r for r in engine.requests if r.status == RUNNING]
+            if running:
+                engine.preempt(rng.choice(running))
+        elif choice < 0.27:
+            engine.reset(connector=rng.random() < 0.1)
+        elif choice < 0.65:
+            engine.step()
+        else:
+            engine.deliver()
+
+    def submit(self) -> Request:
+        """Ask something: a known text, its beginning, its continuation or something new."""
+        rng, size, longest = self._rng, self._size, self._longest - 1
+        text: list[int] = []
+        if self._texts and rng.random() < 0.85:
+            text = list(rng.choice(self._texts))
+            cut = rng.random()
+            if cut < 0.3:
+                text = text[: rng.randrange(len(text)) + 1]
+            elif cut < 0.5:
+                text = text[: len(text) // size * size]
+        if not text or rng.random() < 0.6:
+            more = rng.choice([1, size - 1, size, size + 1, longest // 3, rng.randrange(longest)])
+            text += [rng.randrange(_VOCABULARY) for _ in range(more)]
+        text = text[:longest] or [0]
+        generate = rng.choice([0, 1, 2, rng.randrange(size + 2)])
+        request = self.engine.submit(text, min(generate, longest + 1 - len(text)))
+        # The request's own list: what is generated becomes part of the conversation.
+        self._texts.append(request.tokens)
+        return request
+
+
+def explore(plan: ChunkPlan, seed: int, *, actions: int = 120, failures: float = 0.0) -> Totals:
+    """One random scenario on a random engine; the same for the same arguments."""
+    rng = random.Random(seed)
+    engine = make_engine(plan, rng, failures=failures)
+    try:
+        return Scenario(engine, rng).run(actions)
+    except EngineError as error:
+        error.add_note(f"explore(plan, {seed}, actions={actions}, failures={failures})")
+        raise

@@ -1,0 +1,55 @@
+"""Runs scenarios on the real engine in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def cache() -> Path:
+    """Where small checkpoints are kept between runs; their names change with their content."""
+    path = HERE.parents[1] / "build" / "checkpoints"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def engine_environment(**more: str) -> dict[str, str]:
+    """The trial's environment over this process's."""
+    from kvloft.engines.vllm.trial import environment
+
+    return {**os.environ, **environment(), **more}
+
+
+@pytest.fixture
+def run_scenario(cache: Path) -> Callable[..., Any]:
+    """Run one of ``scenarios.py`` and return what it prints."""
+
+    def run(name: str, timeout: float = 240, **more: str) -> Any:
+        done = subprocess.run(
+            [sys.executable, str(HERE / "scenarios.py"), name, str(cache)],
+            env=engine_environment(**more), capture_output=True, text=True, timeout=timeout,
+            check=False,
+        )  # fmt: skip
+        if done.returncode:
+            pytest.fail(f"{name} ended with {done.returncode}:\n{done.stderr[-6000:]}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_shared_memory() -> Any:
+    """No mapping outlives its engine."""
+    before = set(Path("/dev/shm").glob("kvloft-*"))
+    yield
+    assert set(Path("/dev/shm").glob("kvloft-*")) <= before
