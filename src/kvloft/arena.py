@@ -21,17 +21,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvloft.errors import ArenaError
-from kvloft.units import PAGE_BYTES, format_size, page_aligned
+from kvloft.units import PAGE_BYTES, ceil_div, format_size, page_aligned
 
 _MAX_SLAB_WASTE = 0.01
+_MAX_SLABS = 65536
+"""Room enough for classes to grow and shrink; more would only be more to keep in order."""
 
 
 def choose_slab_bytes(budget: int, slot_sizes: Sequence[int]) -> int:
     """The slab size (bytes) that leaves least unused of ``budget`` for these slot sizes.
 
     The smallest candidate that wastes at most 1 % in every class, or else the least wasteful one.
-    Candidates are multiples of the slot sizes, up to an eighth of the budget so that several
-    classes find room. Raises :class:`ArenaError` where the budget can't give each class a slab.
+    Candidates are multiples of the slot sizes, from a 65,536th of the budget up to an eighth
+    of it so that several classes find room. Raises :class:`ArenaError` where the budget can't give
+    each class a slab.
     """
     if not slot_sizes:
         return PAGE_BYTES  # A model whose resumes need no bytes at all: windows of one token.
@@ -42,11 +45,11 @@ def choose_slab_bytes(budget: int, slot_sizes: Sequence[int]) -> int:
             f"{format_size(budget)} can't hold one chunk of each class: that takes "
             f"{format_size(needed)}; give more memory or choose a smaller chunk"
         )
+    least = max(greatest, budget // _MAX_SLABS)
     limit = max(greatest, budget // 8)
     best = (2.0, greatest)
-    for size in sorted(
-        {size * n for size in slot_sizes for n in range(1, 65) if greatest <= size * n <= limit}
-    ):
+    multiples = {(ceil_div(least, size) + more) * size for size in slot_sizes for more in range(64)}
+    for size in sorted(multiple for multiple in multiples if multiple <= limit):
         slabs = budget // size
         if slabs < len(slot_sizes):
             continue
@@ -101,11 +104,9 @@ class Arena:
         self._classes: dict[int, _Class] = {}
         self._owner: list[_Class | None] = [None] * self.slabs
         self._used = array("q", [0]) * self.slabs
-        self._fresh = array("q", [0]) * self.slabs
-        """Slots of a slab that were never handed out start here."""
-        self._returned: list[array[int]] = [array("q") for _ in range(self.slabs)]
         self._taken = [bytearray()] * self.slabs
-        """Per slab, a byte for each slot: 1 while it is in use."""
+        """Per slab, a byte for each slot: 1 while it is in use. Not lists or arrays, which are as
+        many objects for the garbage collector to walk (20 ms at 55,000 slabs)."""
         self._free = list(range(self.slabs))
         """Heap of slabs that serve no class."""
 
@@ -115,8 +116,11 @@ class Arena:
 
     def allocate(self, nbytes: int) -> int | None:
         """A slot's offset for ``nbytes`` bytes, or ``None`` where there is no room right now."""
-        size = page_aligned(nbytes)
+        size = nbytes
         cls = self._classes.get(size)
+        if cls is None:
+            size = page_aligned(nbytes)
+            cls = self._classes.get(size)
         if cls is None:
             if not 0 < size <= self.slab_bytes:
                 raise ArenaError(f"a slot of {nbytes} bytes does not fit a slab")
@@ -124,13 +128,9 @@ class Arena:
         slab = self._open_slab(cls)
         if slab < 0:
             return None
-        returned = self._returned[slab]
-        if returned:
-            slot = returned.pop()
-        else:
-            slot = self._fresh[slab]
-            self._fresh[slab] = slot + 1
-        self._taken[slab][slot] = 1
+        taken = self._taken[slab]
+        slot = taken.find(0)
+        taken[slot] = 1
         used = self._used[slab] = self._used[slab] + 1
         if used == cls.per_slab:
             heapq.heappop(cls.open_slabs)
@@ -149,7 +149,6 @@ class Arena:
             return -1
         slab = heapq.heappop(self._free)
         self._owner[slab] = cls
-        self._fresh[slab] = 0
         self._taken[slab] = bytearray(cls.per_slab)
         cls.slabs += 1
         heapq.heappush(heap, slab)
@@ -163,13 +162,12 @@ class Arena:
         if cls is None or beside or slot >= cls.per_slab or not self._taken[slab][slot]:
             raise ArenaError(f"offset {offset} is not a slot in use")
         self._taken[slab][slot] = 0
-        self._returned[slab].append(slot)
         used = self._used[slab] = self._used[slab] - 1
         cls.used -= 1
         self.used_bytes -= cls.slot_bytes
         if used == 0:
             self._owner[slab] = None
-            self._returned[slab] = array("q")
+            self._taken[slab] = bytearray()
             cls.slabs -= 1
             heapq.heappush(self._free, slab)
         elif used == cls.per_slab - 1:

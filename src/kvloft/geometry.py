@@ -372,8 +372,8 @@ def _parse(data: bytes, where: str) -> Geometry:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     obj = dict(pairs)
     if len(obj) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        names = [key for key, _ in pairs]
+        twice = next(key for key in obj if names.count(key) > 1)
         raise ValueError(f"field {_show(twice)} is given twice in one object")
     return obj
 

@@ -208,13 +208,9 @@ class Loft:
                     f"group {group.id}: {len(table)} blocks are allocated, a resume at token "
                     f"{boundary} needs {needed.stop}"
                 )
-            for index in range(computed // size, needed.stop):
-                if (table[index] != NULL_BLOCK) != (index >= first):
-                    raise TransferError(
-                        f"group {group.id}: block {index} is "
-                        f"{'missing' if index >= first else 'allocated but not needed'} for a "
-                        f"resume at token {boundary}"
-                    )
+            start = computed // size
+            if any(table[start:first]) or NULL_BLOCK in table[first : needed.stop]:
+                raise _unlike(group.id, table, range(start, needed.stop), first, boundary)
         copies = []
         for slot, layout, end, _ in self.catalog.reads(node, computed):
             parts = []
@@ -249,14 +245,14 @@ class Loft:
         node = tree.deepest(state.keys, limit, ready=False)
         depth = tree.depth[node]
         stop = min(limit, depth + _MAX_CHUNKS_PER_STORE)
-        complete = True
-        while depth < stop and complete:
-            complete = self._full_blocks_present(depth + 1, tables)
-            if complete:
-                added = self.catalog.add_chunk(store, node, state.keys((depth + 1) * size))
-                complete = added >= 0
-                if complete:
-                    node, depth = added, depth + 1
+        present = self._full_blocks_present(depth, stop, tables)
+        complete = present == stop
+        while depth < present:
+            added = self.catalog.add_chunk(store, node, state.keys((depth + 1) * size))
+            if added < 0:
+                complete = False
+                break
+            node, depth = added, depth + 1
         if self.plan.has_resume_points:
             self._add_resumes(store, state, node, depth, tables, states or {})
         state.seen = stop * size if complete else limit * size
@@ -265,13 +261,14 @@ class Loft:
             return None
         return self._issue_store(store, tables, states or {})
 
-    def _full_blocks_present(self, depth: int, tables: Tables) -> bool:
+    def _full_blocks_present(self, depth: int, stop: int, tables: Tables) -> int:
+        """How deep, from ``depth`` to at most ``stop`` chunks, the tables have all full blocks."""
         for group in self.plan.full_groups:
             count = self.plan.blocks_per_chunk(group)
-            ids = tables[group.id][(depth - 1) * count : depth * count]
-            if len(ids) < count or NULL_BLOCK in ids:
-                return False
-        return True
+            ids = tables[group.id][depth * count : stop * count]
+            missing = ids.index(NULL_BLOCK) if NULL_BLOCK in ids else len(ids)
+            stop = min(stop, depth + missing // count)
+        return stop
 
     def _add_resumes(
         self,
@@ -288,10 +285,11 @@ class Loft:
             at = tree.find(state.keys(boundary))
             if at < 0 or self.catalog.has_resume(at):
                 continue
-            if all(
+            present = self._whole_windows_present(boundary, tables) or all(
                 self._window_blocks_present(boundary_of_piece, piece.layout, tables)
                 for piece, boundary_of_piece in self.catalog.missing_pieces(at)
-            ) and self.catalog.add_resume(store, at):
+            )
+            if present and self.catalog.add_resume(store, at):
                 state.resumed = max(state.resumed, boundary)
 
     def _deserving(self, state: _Request, top: int, states: States) -> Iterator[int]:
@@ -318,6 +316,17 @@ class Loft:
         first = (state.seen // interval + 1) * interval
         marks.update(range(first, top + 1, interval))
         yield from sorted(mark for mark in marks if state.seen < mark <= top)
+
+    def _whole_windows_present(self, boundary: int, tables: Tables) -> bool:
+        """Whether all that a resume at ``boundary`` needs of windows is there: mostly it is, and
+        one look at each table is quicker than one at each chunk."""
+        for window_set in self.plan.window_sets:
+            for group in window_set.groups:
+                needed = group.resume_blocks(boundary)
+                ids = tables[group.id][needed.start : needed.stop]
+                if len(ids) < len(needed) or NULL_BLOCK in ids:
+                    return False
+        return True
 
     def _window_blocks_present(self, end: int, layout: ChunkLayout, tables: Tables) -> bool:
         for group_id, count in layout.counts:
@@ -425,3 +434,16 @@ class Loft:
             counters=self.catalog.counters,
             classes=uses,
         )
+
+
+def _unlike(
+    group: int, table: Sequence[int], needed: range, first: int, boundary: int
+) -> TransferError:
+    """Which block of a table is allocated before ``first``, or is not from there on."""
+    for index in needed:
+        if (table[index] != NULL_BLOCK) != (index >= first):
+            break
+    problem = "missing" if index >= first else "allocated but not needed"
+    return TransferError(
+        f"group {group}: block {index} is {problem} for a resume at token {boundary}"
+    )

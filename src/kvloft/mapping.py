@@ -164,7 +164,7 @@ def _open_locked(path: Path) -> int:
                 f"no shared memory can be made at {path.parent}: {error.strerror}"
             ) from error
         try:
-            while not _try_lock(fd):
+            while not (lock := _try_lock(fd)):
                 if time.monotonic() > deadline:
                     raise ArenaError(
                         f"{path.name} has been locked by another process for "
@@ -174,12 +174,17 @@ def _open_locked(path: Path) -> int:
         except BaseException:
             os.close(fd)
             raise
-        if os.fstat(fd).st_nlink:
+        status = os.fstat(fd)
+        if status.st_nlink and lock == fcntl.LOCK_EX and status.st_size:
+            # Whoever made it has been killed, or else would share the lock.
+            path.unlink()
+        elif status.st_nlink:
             return fd
         os.close(fd)
 
 
-def _try_lock(fd: int) -> bool:
+def _try_lock(fd: int) -> int:
+    """The lock that was taken, ``LOCK_EX`` or ``LOCK_SH``; 0 if it has to be tried again."""
     # Attached processes hold a shared lock, so only the one that finds the file empty needs more.
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,10 +192,14 @@ def _try_lock(fd: int) -> bool:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
-        # Shared with a process that has finished its set-up, never with one that is empty-handed.
-        return os.fstat(fd).st_size > 0
-    return True
+            return 0
+        # Shared with a process that has finished its set-up, never with one that is empty-handed:
+        # two of those would keep each other from the exclusive lock.
+        if os.fstat(fd).st_size:
+            return fcntl.LOCK_SH
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        return 0
+    return fcntl.LOCK_EX
 
 
 def _claim(fd: int, total: int, directory: Path) -> None:

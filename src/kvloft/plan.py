@@ -125,6 +125,7 @@ class ChunkPlan:
                 sets.setdefault(key, []).append(group)
         self.window_sets = tuple(WindowSet(tuple(members)) for members in sets.values())
         self._layouts: dict[BlockCounts, ChunkLayout] = {}
+        self._whole_layouts: dict[int, ChunkLayout] = {}
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         self._settled = 1 + max(
             (ceil_div(s.groups[0].reach, tokens_per_chunk) for s in self.window_sets), default=0
@@ -208,8 +209,12 @@ class ChunkPlan:
 
     def whole_layout(self, window_set: int) -> ChunkLayout:
         """The layout of the whole window chunk of a set."""
-        groups = self.window_sets[window_set].groups
-        return self.layout(tuple((g.id, self.blocks_per_chunk(g)) for g in groups))
+        found = self._whole_layouts.get(window_set)
+        if found is None:
+            groups = self.window_sets[window_set].groups
+            found = self.layout(tuple((g.id, self.blocks_per_chunk(g)) for g in groups))
+            self._whole_layouts[window_set] = found
+        return found
 
     def greatest_resume_blocks(self, group: Group) -> int:
         """The most blocks that a resume at any boundary needs of ``group``; 0 for ``full``."""

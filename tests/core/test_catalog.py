@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from tests.effort import examples
 
 from kvloft.arena import Arena
 from kvloft.catalog.catalog import Catalog, Store
@@ -24,7 +25,6 @@ from kvloft.catalog.tree import NONE, READY, ROOT, WRITING
 from kvloft.geometry import Group, Layers, make_geometry
 from kvloft.plan import ChunkPlan
 from kvloft.testing import audit, oracle
-from tests.effort import examples
 
 PAGE = 4096
 
@@ -426,3 +426,46 @@ def test_what_is_not_pinned_can_not_be_unpinned() -> None:
     node = store_path(catalog, "a")[0]
     with pytest.raises(ValueError, match="not pinned"):
         catalog.unpin(node)
+
+
+def test_windows_that_are_still_being_written_count_for_nobody() -> None:
+    catalog = make("window over chunks", 100)
+    store_path(catalog, "abcdef", 2)
+    store = catalog.begin()
+    assert catalog.add_resume(store, catalog.tree.find(key("abcde")))
+    assert catalog.match(keys("abcd", 4), 16, 0).boundary == 8
+    catalog.end(store, ok=True)
+    assert catalog.match(keys("abcd", 4), 16, 0).boundary == 16
+
+
+def test_a_failed_resume_point_gives_back_the_windows_of_one_that_is_gone() -> None:
+    catalog = make("window over chunks", 100)
+    nodes = store_path(catalog, "abcdef", 5)
+    store = catalog.begin()
+    assert catalog.add_resume(store, nodes[5])
+    catalog._evict(2 * nodes[4] + 1)
+    catalog.end(store, ok=False)
+    audit.check_idle(catalog)
+    assert catalog.live_bytes == 6 * 8
+
+
+def test_a_cold_resume_point_that_gets_a_child_can_still_be_evicted() -> None:
+    """Eviction meets it while it is kept for the child that room is made for."""
+    catalog = make("state", 9)
+    store_path(catalog, "a", 1)
+    for path in "xyzwv":
+        store_path(catalog, path)
+    store_path(catalog, "ab")
+    audit.check_idle(catalog)
+    assert catalog.has_resume(catalog.tree.find(key("a")))
+
+
+def test_where_a_prompt_ends_on_a_boundary_the_one_before_is_kept_as_long() -> None:
+    """The same prompt again has to compute its last token, so that it resumes one chunk earlier."""
+    catalog = make("state", 60)
+    nodes = store_path(catalog, "abcdef", 2, 5, 6)
+    entry = catalog.policy.victim(catalog._evictable, 1)
+    assert entry is not None
+    assert entry == 2 * nodes[1] + 1
+    catalog._evict(entry)
+    assert catalog.match(keys("abcdef", 4), 23, 0).boundary == 20

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import examples
 
 from kvloft.errors import TransferError
 from kvloft.geometry import Group, Layers, make_geometry
@@ -16,7 +17,6 @@ from kvloft.testing.engine import LOADING, RUNNING, Request
 from kvloft.testing.geometries import plans, shipped
 from kvloft.testing.pages import PAGES_LAYOUTS, PagesLayout
 from kvloft.testing.scenario import explore
-from tests.effort import examples
 
 SHIPPED = shipped()
 SEEDS = st.integers(0, 2**32 - 1)
@@ -247,6 +247,20 @@ def test_a_reset_while_loading_keeps_the_bytes_until_they_are_read() -> None:
     assert ask(engine, tokens) == 0
     assert request.status == "ended"
     assert ask(engine, tokens) == 20
+    engine.close()
+
+
+def test_what_began_before_a_reset_is_not_stored_after_it() -> None:
+    """New weights may be why the cache was reset; the request's own blocks are from before."""
+    engine = make(full(0), step_tokens=4)
+    request = engine.submit(text(21), 0)
+    while request.computed < 8:
+        engine.step()
+    engine.reset(connector=True)
+    engine.run()
+    assert engine.loft.stats().chunks == 0
+    assert ask(engine, text(21)) == 0
+    assert ask(engine, text(21)) == 20
     engine.close()
 
 

@@ -7,12 +7,12 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import examples
 
 from kvloft.geometry import Geometry, Group, Layers, from_dict, known_names, load, make_geometry
 from kvloft.plan import ChunkPlan, auto_resume_interval, auto_tokens_per_chunk
 from kvloft.testing import oracle
 from kvloft.testing.geometries import geometries, plans, shipped
-from tests.effort import examples
 
 SHIPPED = shipped()
 
@@ -164,9 +164,7 @@ def test_layouts_hold_each_live_byte_once(plan: ChunkPlan) -> None:
             owners = 1 if plan.geometry.groups[section.group].replicated else ranks
             if owners == 1:
                 assert section.rank_stride == 0 or ranks == 1
-            spans += [
-                (section.offset + rank * section.rank_stride, size) for rank in range(owners)
-            ]
+            spans += [(section.offset + rank * section.rank_stride, size) for rank in range(owners)]
         end = 0
         for offset, size in sorted(spans):
             assert offset == end

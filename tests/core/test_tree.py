@@ -8,9 +8,9 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.effort import examples
 
 from kvloft.catalog.tree import NONE, READY, ROOT, WRITING, Tree
-from tests.effort import examples
 
 SIZE = 16
 

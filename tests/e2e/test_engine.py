@@ -46,6 +46,12 @@ def test_corrupted_slots_are_noticed(run_scenario: Run) -> None:
         assert not row["agrees"], name
 
 
+def test_restored_bytes_are_the_stored_ones(run_scenario: Run) -> None:
+    for name, row in run_scenario("restored_bytes").items():
+        assert row["compared"] > 40, name
+        assert row["different"] == 0, name
+
+
 def test_prompts_around_a_chunk(run_scenario: Run) -> None:
     result = run_scenario("lengths")
     for row in result["rows"]:
@@ -98,9 +104,7 @@ def test_ngram_speculation(run_scenario: Run) -> None:
 
 @pytest.mark.parametrize("name", ["two_ranks", "two_ranks_states"])
 def test_tensor_parallel(name: str, run_scenario: Run) -> None:
-    result = run_scenario(
-        name, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1"
-    )
+    result = run_scenario(name, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert result["agrees"]
     assert result["restored"] > result["tokens"] / 3
     assert not result["names_while_running"]

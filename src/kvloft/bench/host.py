@@ -162,7 +162,12 @@ def lines(result: Result) -> Iterator[str]:
             for case in result["cases"]
         ],
     )
-    large = [c[way] for c in result["cases"] if c["page_bytes"] >= BUDGET_FROM
-             for way in ("store", "load")]  # fmt: skip
     yield ""
-    yield f"least with pages of 32 KiB and more: {min(large):.2f} (budget {BUDGET})"
+    for ids in ("runs", "shuffled"):
+        large = [c for c in result["cases"] if c["page_bytes"] >= BUDGET_FROM and c["ids"] == ids]
+        for way in ("store", "load"):
+            ratios = sorted(case[way] for case in large)
+            yield (
+                f"{way}, {ids}, pages of 32 KiB and more: least {ratios[0]:.2f}, "
+                f"median {ratios[len(ratios) // 2]:.2f} (budget {BUDGET})"
+            )

@@ -10,15 +10,17 @@ import gc
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvloft.arena import Arena, choose_slab_bytes
 from kvloft.bench.report import Result, header, progress, table
-from kvloft.bench.timing import percentiles, speed_ratio, take_turns
+from kvloft.bench.timing import Side, percentiles, speed_ratio, take_turns
 from kvloft.catalog.policies import LRU
+from kvloft.config import resolve_chunk
 from kvloft.geometry import Geometry, Group, Layers, load, make_geometry
+from kvloft.keys import Keys
 from kvloft.loft import Loft
 from kvloft.plan import ChunkPlan, auto_resume_interval
 
@@ -30,7 +32,11 @@ BUDGET_HELD = 1.02
 
 BLOCK = 16
 STEP_TOKENS = 2048
-"""What one engine step computes: vLLM's default limit."""
+"""What one engine step computes."""
+
+_HASH_BYTES = 32
+_REPEATS = 100
+"""Of KVLoft's look-up in one measurement: a single one is too short for the clock."""
 
 _T = TypeVar("_T")
 
@@ -61,22 +67,27 @@ def make_loft(geometry: Geometry, budget: int, tokens_per_chunk: int) -> Loft:
 class Prompt:
     """A prompt's prefix hashes; random ones do, as all that matters is that they are equal."""
 
-    def __init__(self, rng: random.Random, tokens: int, head: Sequence[bytes] = ()) -> None:
-        count = tokens // BLOCK
-        noise = rng.randbytes(32 * max(0, count - len(head)))
-        self.hashes = list(head[:count])
-        self.hashes += [noise[n : n + 32] for n in range(0, len(noise), 32)]
+    def __init__(self, rng: random.Random, tokens: int, head: bytes = b"") -> None:
         self.tokens = tokens
+        noise = rng.randbytes(_HASH_BYTES * (tokens // BLOCK) - len(head))
+        self.blob = head + noise
+        """All hashes in one piece: prompts of the past must not be what the collector walks."""
 
-    def __call__(self, tokens: int) -> bytes:
-        return self.hashes[tokens // BLOCK - 1]
+    def hashes(self) -> list[bytes]:
+        """One by one, as an engine has them while a request lives."""
+        return [self.blob[n : n + _HASH_BYTES] for n in range(0, len(self.blob), _HASH_BYTES)]
+
+    def keys(self) -> Keys:
+        """The same as KVLoft asks for them."""
+        hashes = self.hashes()
+        return lambda tokens: hashes[tokens // BLOCK - 1]
 
 
 def store_all(loft: Loft, name: str, prompt: Prompt) -> None:
     """Store a prompt as the engine would compute it, step by step."""
     blocks = prompt.tokens // BLOCK
     tables = [list(range(1, blocks + 1)) for _ in loft.plan.geometry.groups]
-    loft.track(name, prompt, prompt.tokens)
+    loft.track(name, prompt.keys(), prompt.tokens)
     loft.match(name, prompt.tokens, 0)
     reach = 0
     while reach < prompt.tokens:
@@ -95,19 +106,29 @@ def _peer(geometry: Geometry, num_chunks: int) -> Any:
     return Peer(geometry, num_chunks)
 
 
+_REMEMBERED = 200
+"""Prompts of the past that new ones may go on from."""
+
+
 def run(*, quick: bool) -> Result:
     """All parts; about four minutes, a few seconds if ``quick``."""
     result = header("lookup", quick=quick)
-    result["lookup"] = _lookup(quick)
-    result["bookkeeping"] = _bookkeeping(quick)
-    chunks = 20_000 if quick else 1_000_000
-    calls = 300 if quick else 6_000
-    result["tail"] = {
-        "uniform": _tail(uniform_geometry(), chunks, calls),
-        "mixed": _tail(mixed_geometry(), chunks, calls),
-        "vllm": _peer_tail(20_000 if quick else 410_000, calls),
-    }
-    result["held"] = [_held(name) for name in ("gpt-oss-120b", "deepseek-v4-flash")]
+    chunks, peer_chunks, requests = (20_000, 20_000, 300) if quick else (1_000_000, 410_000, 6_000)
+    _peer(uniform_geometry(), 1)
+    # vLLM does the same when an engine has started: what is there then is never looked at again.
+    gc.collect()
+    gc.freeze()
+    try:
+        result["lookup"] = _lookup(quick)
+        result["bookkeeping"] = _bookkeeping(quick)
+        result["tail"] = {
+            "uniform": _tail(uniform_geometry(), chunks, requests),
+            "mixed": _tail(mixed_geometry(), chunks, requests),
+            "vllm": _peer_tail(peer_chunks, requests),
+        }
+        result["held"] = [_held(name) for name in ("gpt-oss-120b", "deepseek-v4-flash")]
+    finally:
+        gc.unfreeze()
     return result
 
 
@@ -127,33 +148,13 @@ def _lookup(quick: bool) -> Result:
         progress(f"look-ups in a prefix of {size:,} tokens")
         # One token more than whole chunks: the last one is computed in any case.
         prompt = Prompt(rng, size // BLOCK * BLOCK)
-        asked = prompt.tokens + 1
         store_all(loft, "store", prompt)
-        repeats = 100
-
-        def ours(prompt: Prompt = prompt, asked: int = asked) -> int:
-            found = 0
-            for _ in range(repeats):
-                loft.track("ask", prompt, asked)
-                found = loft.match("ask", asked, 0)
-                loft.forget("ask")
-            return found
-
-        assert ours() == prompt.tokens
-        sides: dict[str, Callable[[], object]] = {"kvloft": ours}
         if peer is not None:
             for group in range(len(geometry.groups)):
-                peer.store("store", prompt.hashes, group)
-            request = peer.new_request("ask", prompt.hashes, asked)
-            assert peer.match(request) == prompt.tokens
-
-            def first(prompt: Prompt = prompt, asked: int = asked) -> None:
-                peer.match(peer.new_request("new", prompt.hashes, asked))
-
-            sides["vllm"] = lambda request=request: peer.match_again(request)
-            sides["vllm first"] = first
+                peer.store("store", prompt.hashes(), group)
+        sides = _askers(loft, peer, prompt)
         seconds = take_turns(sides, 2 if quick else 7)
-        each = [s / repeats for s in seconds["kvloft"]]
+        each = [s / _REPEATS for s in seconds["kvloft"]]
         row: Result = {"tokens": prompt.tokens, "kvloft_us": round(min(each) * 1e6, 2)}
         if peer is not None:
             row["vllm_us"] = round(min(seconds["vllm"]) * 1e6, 2)
@@ -161,6 +162,31 @@ def _lookup(quick: bool) -> Result:
             row["ratio"] = round(speed_ratio(each, seconds["vllm"]), 1)
         rows.append(row)
     return {"groups": len(geometry.groups), "rows": rows}
+
+
+def _askers(loft: Loft, peer: Any, prompt: Prompt) -> dict[str, Side]:
+    """The same question to both sides, each after a check of its answer."""
+    # One token more than is stored: the last one is computed in any case.
+    asked, keys, hashes = prompt.tokens + 1, prompt.keys(), prompt.hashes()
+
+    def kvloft() -> int:
+        found = 0
+        for _ in range(_REPEATS):
+            loft.track("ask", keys, asked)
+            found = loft.match("ask", asked, 0)
+            loft.forget("ask")
+        return found
+
+    assert kvloft() == prompt.tokens
+    if peer is None:
+        return {"kvloft": kvloft}
+    request = peer.new_request("ask", hashes, asked)
+    assert peer.match(request) == prompt.tokens
+    return {
+        "kvloft": kvloft,
+        "vllm": lambda: peer.match_again(request),
+        "vllm first": lambda: peer.match(peer.new_request("new", hashes, asked)),
+    }
 
 
 # ---------------------------------------------------------------------------------- bookkeeping
@@ -177,22 +203,9 @@ def _bookkeeping(quick: bool) -> Result:
     rng = random.Random(2)
     prompts = [Prompt(rng, tokens) for _ in range(rounds + 1)]
     ours, theirs = iter(prompts), iter(prompts)
-
-    def kvloft() -> None:
-        store_all(loft, "store", next(ours))
-
-    def vllm() -> None:
-        prompt = next(theirs)
-        context = peer.context("store")
-        step = STEP_TOKENS // BLOCK
-        for start in range(0, chunks, step):
-            keys = peer.keys(prompt.hashes[start : start + step])
-            peer.end_store(context, keys, peer.begin_store(context, keys))
-        peer.finish(context)
-
-    sides: dict[str, Callable[[], object]] = {"kvloft": kvloft}
+    sides: dict[str, Side] = {"kvloft": lambda: store_all(loft, "store", next(ours))}
     if peer is not None:
-        sides["vllm manager"] = vllm
+        sides["vllm manager"] = lambda: _peer_store_all(peer, next(theirs))
     seconds = take_turns(sides, rounds)
     out: Result = {
         f"{name.replace(' ', '_')}_us_per_chunk": round(min(s) / chunks * 1e6, 2)
@@ -203,26 +216,45 @@ def _bookkeeping(quick: bool) -> Result:
     return out
 
 
+def _peer_store_all(peer: Any, prompt: Prompt) -> None:
+    """:func:`store_all` for vLLM's manager; what its scheduler half does besides is left out."""
+    hashes, step = prompt.hashes(), STEP_TOKENS // BLOCK
+    context = peer.context("store")
+    for start in range(0, len(hashes), step):
+        keys = peer.keys(hashes[start : start + step])
+        peer.end_store(context, keys, peer.begin_store(context, keys))
+    peer.finish(context)
+
+
 # ---------------------------------------------------------------------------------- slow calls
 
 
 @dataclass
 class _Clock:
-    """Times single calls by name."""
+    """Times single calls by name.
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+    On the wall, which is what an engine waits, and in time of the processor: on a machine that
+    others use as well, the slowest calls on the wall are those during which it worked for others.
+    """
 
-    def __call__(self, name: str, call: Callable[[], _T]) -> _T:
-        start = time.perf_counter()
-        out = call()
-        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+    wall: dict[str, list[float]] = field(default_factory=dict)
+    processor: dict[str, list[float]] = field(default_factory=dict)
+
+    def __call__(self, name: str, call: Callable[..., _T], *args: Any) -> _T:
+        start, began = time.perf_counter(), time.thread_time()
+        out = call(*args)
+        used, passed = time.thread_time() - began, time.perf_counter() - start
+        self.wall.setdefault(name, []).append(passed)
+        self.processor.setdefault(name, []).append(used)
         return out
 
     def result(self) -> Result:
-        every = [s for calls in self.seconds.values() for s in calls]
         return {
-            "all": percentiles(every),
-            **{name: percentiles(calls) for name, calls in self.seconds.items()},
+            kind: {
+                "all": percentiles([s for calls in seconds.values() for s in calls]),
+                **{name: percentiles(calls) for name, calls in seconds.items()},
+            }
+            for kind, seconds in (("wall", self.wall), ("processor", self.processor))
         }
 
 
@@ -230,12 +262,13 @@ def _prompts(rng: random.Random, recent: deque[Prompt]) -> Iterator[Prompt]:
     """Half of the prompts go on from an earlier one; lengths from 1,000 to 32,000 tokens."""
     while True:
         length = round(1000 * 32 ** rng.random())
-        head: Sequence[bytes] = ()
+        head = b""
         if recent and rng.random() < 0.5:
             before = rng.choice(recent)
-            head = before.hashes[: rng.randint(1, len(before.hashes))]
-            length += len(head) * BLOCK
-        yield Prompt(rng, min(length, 64_000), head)
+            shared = rng.randint(1, min(before.tokens, 32_000) // BLOCK)
+            head = before.blob[: shared * _HASH_BYTES]
+            length += shared * BLOCK
+        yield Prompt(rng, length, head)
 
 
 def _tail(geometry: Geometry, chunks: int, requests: int) -> Result:
@@ -247,7 +280,7 @@ def _tail(geometry: Geometry, chunks: int, requests: int) -> Result:
     per_chunk = plan.full_layout.slot_bytes + plan.resume_bytes * BLOCK // interval
     loft = make_loft(geometry, chunks * per_chunk * 11 // 10, BLOCK)
     rng = random.Random(3)
-    recent: deque[Prompt] = deque(maxlen=2_000)
+    recent: deque[Prompt] = deque(maxlen=_REMEMBERED)
     prompts = _prompts(rng, recent)
     number = 0
     while loft.stats().chunks < chunks:
@@ -295,25 +328,21 @@ class _Tables:
 
 
 def _serve(loft: Loft, name: str, prompt: Prompt, clock: _Clock, tables: _Tables) -> None:
-    loft.track(name, prompt, prompt.tokens)
-    found = clock("match", lambda: loft.match(name, prompt.tokens, 0))
+    loft.track(name, prompt.keys(), prompt.tokens)
+    found = clock("match", loft.match, name, prompt.tokens, 0)
     if found:
-        into = tables.to_load(found)
-        load_job = clock("begin_load", lambda: loft.begin_load(name, 0, into))
-        clock("report load", lambda: loft.report(load_job.id, 0, True))
+        load_job = clock("begin_load", loft.begin_load, name, 0, tables.to_load(found))
+        clock("report load", loft.report, load_job.id, 0, True)
     under_way: deque[int] = deque()
     reach = found
     while reach < prompt.tokens:
         reach = min(prompt.tokens, reach + STEP_TOKENS)
-        current = tables.stored(reach)
-        at = reach
-        job = clock("begin_store", lambda: loft.begin_store(name, at, current))
+        job = clock("begin_store", loft.begin_store, name, reach, tables.stored(reach))
         if job is not None:
             under_way.append(job.id)
         while len(under_way) > 2 or (under_way and reach == prompt.tokens):
-            done = under_way.popleft()
-            clock("report store", lambda: loft.report(done, 0, True))
-    clock("forget", lambda: loft.forget(name))
+            clock("report store", loft.report, under_way.popleft(), 0, True)
+    clock("forget", loft.forget, name)
 
 
 def _peer_tail(chunks: int, requests: int) -> Result | None:
@@ -323,34 +352,38 @@ def _peer_tail(chunks: int, requests: int) -> Result | None:
         return None
     progress(f"the same for vLLM's manager with {chunks:,} chunks")
     rng = random.Random(3)
-    recent: deque[Prompt] = deque(maxlen=2_000)
+    recent: deque[Prompt] = deque(maxlen=_REMEMBERED)
     prompts = _prompts(rng, recent)
     filled = 0
     while filled < chunks + 10_000:
         prompt = Prompt(rng, 32_000)
-        peer.store("fill", prompt.hashes)
+        peer.store("fill", prompt.hashes())
         recent.append(prompt)
-        filled += len(prompt.hashes)
+        filled += prompt.tokens // BLOCK
     gc.collect()
     clock = _Clock()
-    step = STEP_TOKENS // BLOCK
     for number in range(requests):
         prompt = next(prompts)
-        request = peer.new_request(f"request {number}", prompt.hashes, prompt.tokens)
-        found = clock("match", lambda: peer.match(request)) // BLOCK
-        peer.forget(request)
-        context = peer.context(f"request {number}")
-        if found:
-            keys = peer.keys(prompt.hashes[:found])
-            clock("begin_load", lambda: peer.manager.prepare_load(keys, context))
-            clock("report load", lambda: peer.manager.complete_load(keys, context))
-        for start in range(found, len(prompt.hashes), step):
-            new = peer.keys(prompt.hashes[start : start + step])
-            began = clock("begin_store", lambda: peer.begin_store(context, new))
-            clock("report store", lambda: peer.end_store(context, new, began))
-        clock("forget", lambda: peer.finish(context))
+        _peer_serve(peer, f"request {number}", prompt, clock)
         recent.append(prompt)
     return {"resident_chunks": chunks, "calls": clock.result()}
+
+
+def _peer_serve(peer: Any, name: str, prompt: Prompt, clock: _Clock) -> None:
+    hashes, step = prompt.hashes(), STEP_TOKENS // BLOCK
+    request = peer.new_request(name, hashes, prompt.tokens)
+    found = clock("match", peer.match, request) // BLOCK
+    peer.forget(request)
+    context = peer.context(name)
+    if found:
+        keys = peer.keys(hashes[:found])
+        clock("begin_load", peer.manager.prepare_load, keys, context)
+        clock("report load", peer.manager.complete_load, keys, context)
+    for start in range(found, len(hashes), step):
+        keys = peer.keys(hashes[start : start + step])
+        began = clock("begin_store", peer.begin_store, context, keys)
+        clock("report store", peer.end_store, context, keys, began)
+    clock("forget", peer.finish, context)
 
 
 # ---------------------------------------------------------------------------------- bytes held
@@ -359,8 +392,6 @@ def _peer_tail(chunks: int, requests: int) -> Result | None:
 def _held(name: str) -> Result:
     """Memory that a prompt takes in the arena, against the sum of the live bytes it must keep."""
     geometry = load(name)
-    from kvloft.config import resolve_chunk
-
     size = resolve_chunk(geometry)
     plan = ChunkPlan(geometry, size)
     interval = auto_resume_interval(plan)
@@ -375,12 +406,12 @@ def _held(name: str) -> Result:
         if (job := loft.begin_store("held", reach, tables)) is not None:
             loft.report(job.id, 0, True)
     stats = loft.stats()
-    for boundary in _resume_points(loft, tokens, size, hashes):
-        for group in geometry.cacheable:
-            if group.kind != "full":
-                exact += (
-                    len(group.resume_blocks(boundary)) * group.block_bytes * geometry.copies(group)
-                )
+    kept = {*range(interval, tokens + 1, interval), tokens, tokens - size}
+    assert stats.resume_points == len(kept), (stats.resume_points, len(kept))
+    for group in geometry.cacheable:
+        if group.kind != "full":
+            blocks = {block for boundary in kept for block in group.resume_blocks(boundary)}
+            exact += len(blocks) * group.block_bytes * geometry.copies(group)
     return {
         "name": name,
         "tokens": tokens,
@@ -389,18 +420,6 @@ def _held(name: str) -> Result:
         "exact_bytes_per_token": round(exact / tokens, 2),
         "ratio": round(stats.slot_bytes / exact, 4),
     }
-
-
-def _resume_points(loft: Loft, tokens: int, size: int, hashes: list[bytes]) -> Iterator[int]:
-    """Boundaries that are resume points, found by asking from the end for ever shorter prompts."""
-    at = tokens
-    while at > 0:
-        loft.track("ask", lambda boundary: hashes[boundary // size], tokens)
-        at = loft.match("ask", at + 1, 0)
-        loft.forget("ask")
-        if at:
-            yield at
-            at -= 1
 
 
 # ---------------------------------------------------------------------------------- for a person
@@ -433,14 +452,20 @@ def lines(result: Result) -> Iterator[str]:
         yield ""
         yield f"Single calls, {name}, {part['resident_chunks']:,} chunks resident; milliseconds"
         yield ""
+        calls = part["calls"]
+        keys = ("p50_us", "p99_us", "p999_us", "max_us")
         yield from table(
-            ["call", "calls", "p50", "p99", "p99.9", "max"],
+            ["call", "calls", "p50", "p99", "p99.9", "max", "p99.9 (processor)", "max"],
             [
-                [call, f"{got['calls']:,}", *(f"{got[key] / 1000:.3f}" for key in
-                 ("p50_us", "p99_us", "p999_us", "max_us"))]
-                for call, got in part["calls"].items()
+                [
+                    call,
+                    f"{got['calls']:,}",
+                    *(f"{got[key] / 1000:.3f}" for key in keys),
+                    *(f"{calls['processor'][call][key] / 1000:.3f}" for key in keys[2:]),
+                ]
+                for call, got in calls["wall"].items()
             ],
-        )  # fmt: skip
+        )
     yield f"(budget: p99.9 {BUDGET_P999_MS:.0f} ms, max {BUDGET_MAX_MS:.0f} ms)"
     yield ""
     yield "Bytes held per token, against the exact sum of what is retained"

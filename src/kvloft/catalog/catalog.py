@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvloft.arena import Arena
@@ -23,8 +23,9 @@ from kvloft.catalog.tree import DOOMED, FREE, NONE, READY, ROOT, WRITING, Tree
 from kvloft.keys import Keys
 from kvloft.plan import ChunkLayout, ChunkPlan, Piece
 
-_MAX_EVICTIONS = 128
-"""Evictions and looks at entries that can't go, per store: bounds the time of a scheduler call."""
+_MAX_WORK = 1024
+"""What making room for one store may cost: bounds the time of a scheduler call. A look at an entry
+counts 1, and giving up a resume point 1 more for every four window chunks it refers to."""
 _MAX_SUPERSEDE_STEPS = 256
 
 NO_SLOT = -1
@@ -100,10 +101,12 @@ class Catalog:
         # Column 2s holds the short window chunk of set s, column 2s + 1 the whole one.
         self._piece = [array("q", [NO_SLOT]) for _ in range(columns)]
         self._refs = [array("i", [0]) for _ in range(columns)]
+        self._newest = self._newest_columns()
         self._used_whole = array("q", [0])
         """Bit s: the resume point's oldest chunk of set s is a whole one where a short one would
         do; which of the two it holds a reference to must not depend on what came later."""
         self._stores: deque[Store] = deque()
+        self._work_left = 0
         self._unpublished: set[tuple[int, int]] = set()
         """``(node, column)`` of the window chunks that stores under way are writing."""
 
@@ -120,8 +123,9 @@ class Catalog:
         node = deepest
         if self.plan.has_resume_points:
             resume, parent, depth, least = self._resume, tree.parent, tree.depth, above // size
+            short, whole, claims = *self._newest, not self.plan.state_groups
             while node != ROOT and resume[node] != READY and depth[node] > least:
-                if self._claim(node):
+                if claims and (short[node] >= 0 or whole[node] >= 0) and self._claim(node):
                     break
                 node = parent[node]
             if node != ROOT and resume[node] != READY:
@@ -138,19 +142,30 @@ class Catalog:
         boundary = tree.depth[node] * size
         return Match(node, boundary, branch) if boundary > above else Match(ROOT, 0, branch)
 
+    def _newest_columns(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Columns one of which has a slot at every node that is worth a try of :meth:`_claim`: a
+        resume needs the newest chunk of a window, while one of local chunks may need nothing."""
+        for index, window_set in enumerate(self.plan.window_sets):
+            if window_set.groups[0].reach:
+                return self._piece[2 * index], self._piece[2 * index + 1]
+        return range(1 << 62), range(1 << 62)  # Not negative at any node.
+
     def _claim(self, node: int) -> bool:
         """Make a resume point of a resident node that needs nothing but what others have stored:
         its windows overlap theirs, or local chunks end exactly there. Takes references only."""
+        if self._resume[node] != FREE:
+            return False
         pieces = self.plan.pieces(self.tree.depth[node])
-        if (
-            self._resume[node] != FREE
-            or self.plan.state_groups
-            or (pieces and not pieces[0].chunks_back and self._find_piece(pieces[0], node) < 0)
-        ):
-            return False
-        found = [(piece, at, self._find_piece(piece, at)) for piece, at in self._needed_pieces(node)]
-        if any(column < 0 or (at, column) in self._unpublished for _, at, column in found):
-            return False
+        if pieces:  # An oldest one is missing most often.
+            holder = self.tree.ancestor(node, pieces[-1].chunks_back)
+            if self._find_piece(pieces[-1], holder) < 0:
+                return False
+        found = []
+        for piece, holder in self._needed_pieces(node):
+            column = self._find_piece(piece, holder)
+            if column < 0 or (holder, column) in self._unpublished:
+                return False
+            found.append((piece, holder, column))
         self._resume[node] = READY
         self._used_whole[node] = 0
         self.resume_points += 1
@@ -231,6 +246,7 @@ class Catalog:
         """Start a store; :meth:`end` it exactly once, after those that began before it."""
         store = Store()
         self._stores.append(store)
+        self._work_left = _MAX_WORK
         return store
 
     def cancel(self, store: Store) -> None:
@@ -243,11 +259,16 @@ class Catalog:
         """Reserve the full chunk that follows ``parent``; ``NONE`` if no room could be made."""
         slot, layout = NO_SLOT, self.plan.full_layout
         if layout is not None:
-            self.pin(parent)
+            pins = self.tree.pins
+            pins[parent] += 1
             slot = self._allocate(layout)
-            self.unpin(parent)
             if slot < 0:
+                self.unpin(parent)
                 return NONE
+            pins[parent] -= 1
+            # With a child the parent can't go. Its resume point can, and eviction may have met it.
+            if self._resume[parent] == READY and 2 * parent + 1 not in self.policy:
+                self.policy.demote(2 * parent + 1)
         node = self.tree.add(parent, key)
         self._grow(node)
         self._slot[node] = slot
@@ -355,13 +376,14 @@ class Catalog:
     def _supersede_above(self, node: int) -> None:
         """The nearest resume point above on an unbranched path is worth less now: it goes first."""
         tree = self.tree
-        for _ in range(_MAX_SUPERSEDE_STEPS):
+        for steps in range(1, _MAX_SUPERSEDE_STEPS + 1):
             if not tree.only_child(node):
                 return
             node = tree.parent[node]
             if node == ROOT:
                 return
-            if self._resume[node] == READY:
+            # Where a prompt ends on a boundary, the same prompt again resumes one chunk earlier.
+            if steps > 1 and self._resume[node] == READY:
                 if not tree.pins[node]:
                     self.policy.demote(2 * node + 1)
                 return
@@ -408,19 +430,24 @@ class Catalog:
 
     def _allocate(self, layout: ChunkLayout) -> int:
         """A slot, after evicting what must go for it; negative if that did not make room."""
-        looks = _MAX_EVICTIONS
         while (slot := self.arena.allocate(layout.slot_bytes)) is None:
-            if looks <= 0:
-                self.counters.dropped_stores += 1
-                return NO_SLOT
             before = len(self.policy)
-            entry = self.policy.victim(self._evictable, looks)
-            looks -= max(1, before - len(self.policy))
+            entry = self.policy.victim(self._evictable, self._work_left)
+            self._work_left -= before - len(self.policy)
             if entry is None:
                 self.counters.dropped_stores += 1
                 return NO_SLOT
+            if layout is self.plan.full_layout and not entry & 1 and not self._resume[entry >> 1]:
+                return self._hand_over(entry >> 1, layout)
             self._evict(entry)
         self.live_bytes += layout.nbytes
+        return slot
+
+    def _hand_over(self, node: int, layout: ChunkLayout) -> int:
+        """Evict a full chunk for another one, which takes its slot: what a full arena does most."""
+        slot, self._slot[node] = self._slot[node], NO_SLOT
+        self._count_eviction(layout)
+        self._revive(self.tree.remove(node))
         return slot
 
     def _release(self, slot: int, layout: ChunkLayout) -> None:
@@ -428,14 +455,14 @@ class Catalog:
         self.live_bytes -= layout.nbytes
 
     def _evictable(self, entry: int) -> bool:
-        node = entry >> 1
-        if self.tree.pins[node]:
+        tree, node = self.tree, entry >> 1
+        if tree.pins[node]:
             return False
         if entry & 1:
             return self._resume[node] == READY
         return (
-            self.tree.state[node] == READY
-            and not self.tree.has_children(node)
+            tree.first_child[node] < 0
+            and tree.state[node] == READY
             and self._resume[node] != WRITING
         )
 
@@ -448,16 +475,18 @@ class Catalog:
 
     def _revive(self, node: int) -> None:
         """Bring a node that may have lost its last dependant back into the order, coldest."""
+        tree = self.tree
         if (
-            node != ROOT
-            and self.tree.state[node] == READY
-            and not self.tree.has_children(node)
+            tree.first_child[node] < 0
+            and tree.state[node] == READY
+            and node != ROOT
             and 2 * node not in self.policy
         ):
             self.policy.demote(2 * node)
 
     def _drop_resume(self, node: int) -> None:
         self.policy.remove(2 * node + 1)
+        self._work_left -= len(self.plan.pieces(self.tree.depth[node])) // 4
         self._give_back([(holder, column) for _, holder, column in self._held_pieces(node)])
         if (layout := self.plan.state_layout) is not None:
             self._release(self._state_slot[node], layout)

@@ -53,10 +53,11 @@ def check_job(job: Job, plan: ChunkPlan, arena_bytes: int, num_blocks: int) -> N
             )
         for part in copy.parts:
             blocks = counts.get(part.group, 0)
-            if part.first < 0 or part.first + len(part.block_ids) > blocks:
+            stop = part.first + len(part.block_ids)
+            if part.group not in counts or part.first < 0 or stop > blocks:
                 raise TransferError(
-                    f"job {job.id}: blocks {part.first} to {part.first + len(part.block_ids)} of "
-                    f"group {part.group} leave a slot of {blocks}"
+                    f"job {job.id}: blocks {part.first} to {stop} of group {part.group} leave "
+                    f"a slot of {blocks}"
                 )
             if part.block_ids and not (
                 min(part.block_ids) > 0 and max(part.block_ids) < num_blocks

@@ -2,7 +2,7 @@
 
 numpy's strided assignment moves whole contiguous rows with memcpy and without the interpreter's
 lock, so what counts is to give it much per call. Two things do: layers that lie at equal distances
-become one array with a layer axis, and blocks that are neighbours in both memories become one slice.
+become one array with a layer axis, and neighbouring blocks of both memories become one slice.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ class CpuCopier:
             for index, run in enumerate(group.layers):
                 own, layers = layers[: run.count], layers[run.count :]
                 for view in own:
-                    if view.dtype != np.uint8 or view[0].nbytes != run.page_bytes:
+                    page_bytes = view.nbytes // len(view) if len(view) else 0
+                    if view.dtype != np.uint8 or page_bytes != run.page_bytes:
                         raise TransferError(
-                            f"group {group.id}: a page of {view[0].nbytes} bytes where the "
+                            f"group {group.id}: a page of {page_bytes} bytes where the "
                             f"geometry has {run.page_bytes}"
                         )
                     sizes.add(len(view))

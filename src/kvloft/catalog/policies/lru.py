@@ -54,18 +54,17 @@ class LRU:
             self.insert(entry)
 
     def demote(self, entry: int) -> None:
-        if entry == self._head:
+        head = self._head
+        if entry == head:
             return
-        self.remove(entry)
-        if self._head < 0:
+        if head < 0 or entry >= len(self._next):
             self.insert(entry)
+            self.demote(entry)
             return
-        missing = entry + 1 - len(self._next)
-        if missing > 0:
-            self._next.extend([_ABSENT] * missing)
-            self._prev.extend([_NONE] * missing)
-        self._prev[entry], self._next[entry] = _NONE, self._head
-        self._prev[self._head] = entry
+        if self._next[entry] != _ABSENT:
+            self._unlink(entry)
+        self._prev[entry], self._next[entry] = _NONE, head
+        self._prev[head] = entry
         self._head = entry
         self._count += 1
 
@@ -79,7 +78,8 @@ class LRU:
             entry = self._head
             if entry < 0:
                 return None
-            self.remove(entry)
+            self._unlink(entry)
+            self._next[entry] = _ABSENT
             if evictable(entry):
                 return entry
         return None

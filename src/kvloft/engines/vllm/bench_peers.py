@@ -73,7 +73,9 @@ class Peer:
         kv_cache_config = KVCacheConfig(
             num_blocks=1,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec([f"layer.{g.id}"], _spec(g)) for g in geometry.groups],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer.{g.id}"], _spec(g)) for g in geometry.groups
+            ],
         )
         self.scheduler = OffloadingConnectorScheduler(spec, vllm_config, kv_cache_config)
 

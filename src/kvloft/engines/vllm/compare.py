@@ -1,21 +1,22 @@
 """Whether two runs of the same prompts gave the same answers, up to rounding.
 
-A restored cache holds the very bytes that were stored, yet a resumed run isn't bit-identical to one
-that read the whole prompt: matrices have other heights and attention other tile edges, so sums of
-16-bit numbers are formed in another order. The same happens when the engine hits its own prefix cache,
-with no connector at all. That run is the yardstick: what it differs by is noise, and a restored run may
-differ by a small multiple of it.
+A restored cache holds the very bytes that were stored, yet a resumed run isn't bit-identical to
+one that read the whole prompt: matrices have other heights and attention other tile edges, so sums
+of 16-bit numbers are formed in another order. The same happens when the engine hits its own prefix
+cache, with no connector at all. That run is the yardstick: what it differs by is noise, and a
+restored run may differ by a small multiple of it.
 
-So each shape states a tolerance in units of log-probability, chosen from a measurement of the noise and
-far below what a wrong cache causes (:mod:`kvloft.engines.vllm.models` has both numbers). Two rules turn
-it into a verdict:
+So each shape states a tolerance in units of log-probability, chosen from a measurement of the noise
+and below what a wrong cache causes (:mod:`kvloft.engines.vllm.models` has both numbers). Two
+rules turn it into a verdict:
 
 * At each step the candidates for the next token are compared, in both directions. A candidate which
   only one side lists has, on the other side, at most the probability of the least one listed there,
   which bounds the difference from below.
-* Where the sampled tokens differ, this step is the last one compared: from there on the runs continue
-  different texts. If the reference gave both tokens log-probabilities within twice the tolerance, rounding
-  may have exchanged them; the flip is reported and the verdict stands. Any other flip is a mismatch.
+* Where the sampled tokens differ, this step is the last one compared: from there on the runs
+  continue different texts. If the reference's log-probabilities of both tokens are within twice the
+  tolerance, rounding may have exchanged them; the flip is reported and the verdict stands. Any
+  other flip is a mismatch.
 
 Nothing here imports the engine, so that the rules can be tested without one.
 """

@@ -45,7 +45,7 @@ def page_view(tensor: torch.Tensor, num_blocks: int) -> Bytes:
     block_stride = step * ratio
     reach = start + (num_blocks - 1) * block_stride
     reach += sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
-    if min(strides) < 1 or reach > flat.nbytes:
+    if min(block_stride, *strides) < 1 or reach > flat.nbytes:
         raise TransferError(
             f"a KV cache of shape {tuple(tensor.shape)}, strides {tensor.stride()} leaves its "
             f"storage of {flat.nbytes} bytes"

@@ -1,8 +1,9 @@
 """Multi-turn conversations over the package's own documents, as token ids.
 
-The prompts of a trial look like what a chat server sees: two sets of instructions, conversations that
-grow turn by turn on top of them, and forks at several depths. They are given to the engine as token ids,
-so that the lengths are exact: 640 to 3,500 tokens, ending before, at and behind block edges.
+The prompts of a trial look like what a chat server sees: two sets of instructions, conversations
+that grow turn by turn on top of them, and forks at several depths. They are given to the engine as
+token ids, so that the lengths are exact: 640 to 3,500 tokens, ending before, at and behind block
+edges.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,22 +1,27 @@
-"""Run one model shape on the real engine, cold and with its cache restored, and compare the answers.
+"""Run one model shape on the real engine, cold and with its cache restored; compare the answers.
 
 A trial sends the same conversations to the engine three times:
 
 ``cold``
-    Every request reads its whole prompt. ``skip_reading_prefix_cache`` makes sure of it although the
-    conversations share prefixes; what is computed is cached and stored all the same.
+    Every request reads its whole prompt. ``skip_reading_prefix_cache`` makes sure of it although
+    the conversations share prefixes; what is computed is cached and stored all the same.
 ``engine``
-    The engine's own prefix cache is warm: the best that any offloading can hope for, and the yardstick
-    for what rounding alone does to outputs.
+    The engine's own prefix cache is warm: the best that any offloading can hope for, and the
+    yardstick for what rounding alone does to outputs.
 ``restored``
-    The engine's cache is emptied before each request while the connector keeps its store, so whatever
-    isn't read again has been restored from KVLoft.
+    The engine's cache is emptied before each request while the connector keeps its store, so
+    whatever isn't read again has been restored from KVLoft.
 
-Requests are sent one by one, so that a time to first token is that of the request and not of a queue.
+Without a connector a ``shared`` pass takes the place of the last: the engine's cache is emptied
+once, so that requests resume where earlier ones of the same pass left off. Other resume points mean
+other rounding, and both passes together are the measurement behind ``Shape.tolerance``.
+
+Requests are sent one by one, so that a time to first token is the request's own, without a queue.
 
 ``python -m kvloft.engines.vllm.trial --shape NAME --cache DIR --json FILE`` runs one trial in this
-process and writes the result; the process needs the environment of :func:`environment`, which vLLM reads
-when it is imported. ``kvloft demo`` spawns it, and the end-to-end tests use the functions one by one.
+process and writes the result; the process needs the environment of :func:`environment`, which vLLM
+reads when it is imported. ``kvloft demo`` spawns it, and the end-to-end tests use the functions one
+by one.
 """
 
 import argparse
@@ -44,6 +49,9 @@ CONNECTOR: Mapping[str, Any] = {
 }
 """``kv_transfer_config`` of a trial."""
 
+PROGRESS = "trial: "
+"""What lines of progress begin with, among the engine's own output."""
+
 NEW_TOKENS = 16
 CANDIDATES = 5
 
@@ -57,7 +65,7 @@ Report = Callable[[str], None]
 def environment(kv_cache_gib: int = 1) -> dict[str, str]:
     """Environment of a process that runs trials, to be laid over its parent's.
 
-    Scheduler and worker stay in one process, nothing is looked up online, and the log holds warnings.
+    Scheduler and worker stay in one process, nothing is looked up online, the log holds warnings.
     """
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -107,7 +115,7 @@ class Pass:
         return tuple(a.output for a in self.answers)
 
     def as_json(self, comparison: Comparison | None) -> dict[str, Any]:
-        """The numbers as plain values, with the comparison against the cold pass if there is one."""
+        """The numbers as plain values, with the comparison against the cold pass if any."""
         return {
             "prompt_tokens": sum(a.prompt_tokens for a in self.answers),
             "cached_tokens": sum(a.cached_tokens for a in self.answers),
@@ -141,7 +149,7 @@ def make_engine(
         "enforce_eager": True,
         "enable_prefix_caching": True,
         "max_model_len": MAX_MODEL_LEN,
-        # Half of the longest prompt and more: prompts are read in more than one step, as in service.
+        # Less than the longest prompts, which are thus read in several steps, as in service.
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 8,
         "seed": 0,
@@ -162,7 +170,7 @@ def close_engine(llm: Any) -> None:
 
 
 def shape_prompts(llm: Any) -> list[list[int]]:
-    """The conversations of :mod:`kvloft.engines.vllm.prompts`, in the tokens of the engine's model."""
+    """The conversations of :mod:`kvloft.engines.vllm.prompts`, in the model's tokens."""
     tokenizer = llm.get_tokenizer()
     return conversations(lambda text: tokenizer.encode(text, add_special_tokens=False), texts())
 
@@ -236,8 +244,8 @@ def ask(
 def empty_engine_cache(llm: Any, patience_s: float = 10.0) -> None:
     """Empty the engine's own prefix cache.
 
-    The engine refuses while blocks are in use, and a store that is still being written uses them; it is
-    given a moment to finish.
+    The engine refuses while blocks are in use, and a store that is still being written uses them;
+    it is given a moment to finish.
 
     Raises:
         RuntimeError: Blocks were still in use after ``patience_s`` seconds.
@@ -252,26 +260,15 @@ def empty_engine_cache(llm: Any, patience_s: float = 10.0) -> None:
 
 def read_counters(llm: Any) -> Counters:
     """Read the counters that the engine and the connector export."""
-    hits = [m.value for m in llm.get_metrics() if m.name == EXTERNAL_HITS]
+    totals: dict[str, int] = {}
+    for metric in llm.get_metrics():
+        if metric.name in (EXTERNAL_HITS, LOADED_BYTES, STORED_BYTES):
+            totals[metric.name] = totals.get(metric.name, 0) + int(metric.value)
     return Counters(
-        restored_tokens=sum(hits),
-        loaded_bytes=_counter(LOADED_BYTES),
-        stored_bytes=_counter(STORED_BYTES),
+        restored_tokens=totals.get(EXTERNAL_HITS, 0),
+        loaded_bytes=totals.get(LOADED_BYTES),
+        stored_bytes=totals.get(STORED_BYTES),
     )
-
-
-def _counter(name: str) -> int | None:
-    # The engine's own reader only knows metrics whose names start with "vllm:".
-    from prometheus_client import REGISTRY
-
-    values = [
-        sample.value
-        for metric in REGISTRY.collect()
-        if metric.name == name
-        for sample in metric.samples
-        if sample.name == f"{name}_total"
-    ]
-    return int(sum(values)) if values else None
 
 
 def _increase(before: int | None, after: int | None) -> int | None:
@@ -308,6 +305,10 @@ def run_trial(
     if kv_transfer_config is not None:
         report(f"{count}, restored from KVLoft")
         passes.append(run_pass(llm, "restored", prompts, empty_first=True))
+    else:
+        report(f"{count}, from what the same pass has cached")
+        empty_engine_cache(llm)
+        passes.append(run_pass(llm, "shared", prompts))
     close_engine(llm)
 
     cold = passes[0].outputs
@@ -356,12 +357,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
     parser.add_argument("--no-connector", action="store_true", help="measure the engine alone")
     parser.add_argument(
-        "--refusal", action="store_true", help="start vLLM's own offloading on the mixed model instead"
+        "--refusal",
+        action="store_true",
+        help="start vLLM's own offloading on the mixed model instead",
     )
     args = parser.parse_args(argv)
 
     def report(line: str) -> None:
-        sys.stdout.write(f"{line}\n")
+        sys.stdout.write(f"{PROGRESS}{line}\n")
         sys.stdout.flush()
 
     if args.refusal:
