@@ -7,8 +7,6 @@ made: it writes nonsense, but its cache has the shape of Gemma 4's. On a machine
 VLLM_CPU_KVCACHE_SPACE=1 keeps the engine's own cache to one GiB.
 """
 
-# ruff: noqa: T201
-
 import sys
 import tempfile
 import time

@@ -242,8 +242,8 @@ def preemption(cache: Path) -> Result:
 
     shape = SHAPES["gemma4"]
     llm = make_engine(
-        shape, cache, options(offload_prompt_only=False), num_gpu_blocks_override=49, max_model_len=1024,
-        max_num_batched_tokens=512, max_num_seqs=4,
+        shape, cache, options(offload_prompt_only=False),
+        num_gpu_blocks_override=49, max_model_len=1024, max_num_batched_tokens=512, max_num_seqs=4,
     )  # fmt: skip
     rng = random.Random(2)
     # All grow into new blocks of every group at the same time, a few tokens on.
@@ -439,7 +439,7 @@ def two_ranks(cache: Path) -> Result:
 
 @scenario
 def two_ranks_states(cache: Path) -> Result:
-    """The same with recurrent states. vLLM's scheduler must be told the block size of the workers."""
+    """The same with recurrent states; vLLM's scheduler must be told the workers' block size."""
     return _tensor_parallel(cache, "qwen3next", block_size=640)
 
 

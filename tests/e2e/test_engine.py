@@ -87,9 +87,11 @@ def test_aborts_at_every_stage(run_scenario: Run) -> None:
 
 def test_resets(run_scenario: Run) -> None:
     result = run_scenario("resets")
-    assert result["kept"] and result["held_bytes"] > 0
+    assert result["kept"]
+    assert result["held_bytes"] > 0
     assert result["emptied"]
-    assert result["empty"]["live_bytes"] == 0 and result["empty"]["chunks"] == 0
+    assert result["empty"]["live_bytes"] == 0
+    assert result["empty"]["chunks"] == 0
     assert result["restored_after_reset"] == 0
     assert result["restored"] > 0
     assert result["agrees"]

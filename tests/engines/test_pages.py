@@ -107,7 +107,7 @@ def test_what_has_no_view_is_refused() -> None:
     cache = torch.zeros(6, 4)
     with pytest.raises(TransferError, match="do not divide"):
         page_view(cache, 4)
-    with pytest.raises(TransferError, match="overlapping|leaves"):
+    with pytest.raises(TransferError, match=r"overlapping|leaves"):
         page_view(torch.zeros(1, 4).expand(6, 4), 6)
     with pytest.raises(TransferError, match="CPU memory only"):
         page_view(torch.zeros(6, 4, device="meta"), 6)

@@ -64,10 +64,7 @@ class LoftStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """What the periodic log line shows."""
-        return {
-            name: round(value, 4) if isinstance(value, float) else value
-            for name, value in self.data.items()
-        }
+        return {name: round(value, 4) for name, value in self.data.items()}
 
     def is_empty(self) -> bool:
         """Whether there is nothing to say."""

@@ -95,7 +95,7 @@ _SMALL: Parameters = {
 # with AVX-512, bf16). In parentheses: the largest difference over the same requests once the cached
 # blocks of a single group are zeroed, for the group that shows it least.
 #
-#   uniform    0.33  (25)      gemma4     0.13  (1.7)      qwen3next  0     (3.6)
+#   uniform    0.33  (25)      gemma4     0.13  (1.7)      qwen3next  0     (3.4)
 #   gptoss     0.16  (7.6)     oddwindow  0.22  (2.8)      llama4     0     (3.7)
 #
 # Two shapes are bit-identical on that machine; other kernels may round, hence not zero for them.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
-
 from kvloft.catalog.policies import POLICIES
+from kvloft.engines.vllm.log import logger
 from kvloft.engines.vllm.messages import Orders, Reports
 from kvloft.engines.vllm.metrics import LoftStats, SchedulerMeter
 from kvloft.engines.vllm.setup import Setup, describe
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = init_logger(__name__)
 
 _NOTHING = Orders()
 _NOTHING_IDLE = Orders(idle=True)
@@ -48,7 +45,7 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._loads: list[tuple[str, Job | None]] = []
         self._meter = SchedulerMeter(self.loft)
-        logger.info("%s", describe(setup, arena))
+        logger.info("KVLoft: %s", describe(setup, arena))
 
     def _track(self, request: Request) -> None:
         request_id = request.request_id

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from kvloft.arena import Arena, choose_slab_bytes
+from kvloft.capacity import capacity
 from kvloft.config import Options, parse_options
 from kvloft.engines.vllm.geometry import check_servable, kv_dtype, translate
 from kvloft.errors import ArenaError
@@ -92,16 +93,13 @@ def _read_geometry(note: bytes) -> Geometry:
 
 
 def _check_capacity(plan: ChunkPlan, options: Options, ranks: int) -> None:
-    room = options.cpu_bytes - header_bytes(ranks)
-    needed = sum(plan.slot_sizes())
-    if room < needed:
+    try:
+        choose_slab_bytes(options.cpu_bytes - header_bytes(ranks), plan.slot_sizes())
+    except ArenaError as error:
         raise ArenaError(
-            f"'cpu_bytes_to_use': {format_size(options.cpu_bytes)} can't hold one chunk of each "
-            f"kind; chunks of {plan.tokens_per_chunk} tokens need at least "
-            f"{format_size(needed + header_bytes(ranks))} "
-            f"(full chunk {format_size(plan.full_chunk_bytes)}, resume point "
-            f"{format_size(plan.resume_bytes)}); give more memory or a smaller chunk"
-        )
+            f"'cpu_bytes_to_use': {error} (chunks of {plan.tokens_per_chunk} tokens, full chunk "
+            f"{format_size(plan.full_chunk_bytes)}, resume point {format_size(plan.resume_bytes)})"
+        ) from error
 
 
 def _extra_config(vllm_config: VllmConfig) -> Dict[str, object]:
@@ -154,20 +152,18 @@ def describe(setup: Setup, arena: Arena) -> str:
     for group in plan.geometry.groups:
         kinds[group.kind] = kinds.get(group.kind, 0) + 1
     groups = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    budget = arena.budget
     line = (
-        f"KVLoft: groups {groups}; unit {plan.geometry.unit_tokens} tokens, chunk "
+        f"groups {groups}; unit {plan.geometry.unit_tokens} tokens, chunk "
         f"{plan.tokens_per_chunk} tokens = {format_size(plan.full_chunk_bytes)}"
     )
+    holds = capacity(plan, arena.budget, setup.options.resume_interval)
+    if plan.has_resume_points:
+        line += f"; a resume point costs {format_size(plan.resume_bytes)}"
+    line += f"; {format_size(setup.options.cpu_bytes)} of host memory hold "
+    line += f"{holds.tokens_at_interval:,} tokens"
     if plan.has_resume_points:
         line += (
-            f"; a resume point costs {format_size(plan.resume_bytes)}, one every "
-            f"{setup.options.resume_interval} tokens"
+            f" with {holds.resume_points_at_interval:,} resume points, one every "
+            f"{holds.resume_interval:,} tokens"
         )
-    line += f"; {format_size(setup.options.cpu_bytes)} of host memory hold"
-    if plan.full_chunk_bytes:
-        line += f" {budget // plan.full_chunk_bytes * plan.tokens_per_chunk:,} tokens"
-    if plan.has_resume_points:
-        joiner = " or" if plan.full_chunk_bytes else ""
-        line += f"{joiner} {budget // plan.resume_bytes:,} resume points"
     return line

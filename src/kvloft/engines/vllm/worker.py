@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
-
+from kvloft.engines.vllm.log import logger
 from kvloft.engines.vllm.messages import Orders, Reports
 from kvloft.engines.vllm.metrics import LoftStats, WorkerMeter
 from kvloft.engines.vllm.pages import page_view
@@ -27,8 +26,6 @@ from kvloft.transfer import Copier, CpuCopier
 if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-logger = init_logger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.01
 
