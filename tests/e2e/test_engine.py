@@ -120,7 +120,6 @@ EXPECTED_IN_ERRORS = {
     "too_little": ("cpu_bytes_to_use", "256 KiB"),
     "too_much": ("100 TiB",),
     "no_size": ("cpu_bytes_to_use",),
-    "no_prefix_caching": ("enable_prefix_caching",),
 }
 
 
@@ -134,6 +133,10 @@ def test_refusals(run_scenario: Run) -> None:
 
 def test_an_engine_that_cannot_resume_is_refused(run_scenario: Run) -> None:
     assert "can't continue from cached context" in run_scenario("mla")["error"]
+
+
+def test_states_need_prefix_caching(run_scenario: Run) -> None:
+    assert "enable_prefix_caching=True" in run_scenario("states_without_caching")["error"]
 
 
 def test_nothing_is_left_of_a_killed_engine(cache: Path) -> None:
