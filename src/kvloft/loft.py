@@ -282,6 +282,8 @@ class Loft:
         """Make resume points of the boundaries that deserve one and can be captured now."""
         size, tree = self.plan.tokens_per_chunk, self.catalog.tree
         for boundary in self._deserving(state, depth * size, states):
+            if store.resumes and self.catalog.busy:
+                return
             at = tree.find(state.keys(boundary))
             if at < 0 or self.catalog.has_resume(at):
                 continue
@@ -293,7 +295,7 @@ class Loft:
                 state.resumed = max(state.resumed, boundary)
 
     def _deserving(self, state: _Request, top: int, states: States) -> Iterator[int]:
-        """Boundaries up to ``top`` that retention gives a resume point, in order.
+        """Boundaries up to ``top`` that retention gives a resume point, the dearest first.
 
         The last boundary of the prompt (and the one before, where the prompt ends on a boundary,
         since its own last token must be computed again), the point where others branched off, and
@@ -313,9 +315,9 @@ class Loft:
                 ):
                     yield boundary
             return
+        yield from sorted((mark for mark in marks if state.seen < mark <= top), reverse=True)
         first = (state.seen // interval + 1) * interval
-        marks.update(range(first, top + 1, interval))
-        yield from sorted(mark for mark in marks if state.seen < mark <= top)
+        yield from (at for at in range(first, top + 1, interval) if at not in marks)
 
     def _whole_windows_present(self, boundary: int, tables: Tables) -> bool:
         """Whether all that a resume at ``boundary`` needs of windows is there: mostly it is, and

@@ -25,7 +25,9 @@ from kvloft.plan import ChunkLayout, ChunkPlan, Piece
 
 _MAX_WORK = 1024
 """What making room for one store may cost: bounds the time of a scheduler call. A look at an entry
-counts 1, and giving up a resume point 1 more for every four window chunks it refers to."""
+counts 1, and giving up a resume point 1 more for every four window chunks it refers to. Where one
+resume point takes the room of more chunks than that, it is twice their number: a bound that it can
+never keep would mean no hits at all."""
 _MAX_SUPERSEDE_STEPS = 256
 
 NO_SLOT = -1
@@ -106,6 +108,8 @@ class Catalog:
         """Bit s: the resume point's oldest chunk of set s is a whole one where a short one would
         do; which of the two it holds a reference to must not depend on what came later."""
         self._stores: deque[Store] = deque()
+        sizes = plan.slot_sizes()
+        self._work = max(_MAX_WORK, 2 * plan.resume_bytes // min(sizes)) if sizes else _MAX_WORK
         self._work_left = 0
         self._unpublished: set[tuple[int, int]] = set()
         """``(node, column)`` of the window chunks that stores under way are writing."""
@@ -246,8 +250,15 @@ class Catalog:
         """Start a store; :meth:`end` it exactly once, after those that began before it."""
         store = Store()
         self._stores.append(store)
-        self._work_left = _MAX_WORK
+        self._work_left = self._work
         return store
+
+    @property
+    def busy(self) -> bool:
+        """Whether making room for the latest store has used half of what it may; what can do
+        without another resume point should, since one that does not fit in the end is for nothing.
+        """
+        return self._work_left < self._work // 2
 
     def cancel(self, store: Store) -> None:
         """Take back a store that nothing was added to; it must be the latest one."""

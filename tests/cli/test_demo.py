@@ -1,0 +1,44 @@
+"""What ``kvloft demo`` makes of the results of its trials."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvloft.cli.demo import passed, remarks
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """A trial's result in which all is well."""
+    fine = {"agrees": True, "tolerance": 0.1, "max_difference": 0.02, "flips": []}
+    restored = {"comparison": fine | changes.pop("comparison", {}), "restored_tokens": 512}
+    return {
+        "shape": "gemma4",
+        "passes": {
+            "cold": {"comparison": None, "restored_tokens": 0},
+            "engine": {"comparison": fine, "restored_tokens": 0},
+            "restored": restored | changes,
+        },
+    }
+
+
+def test_agreement_with_hits_passes() -> None:
+    assert passed(result())
+    assert not list(remarks(result()))
+
+
+def test_a_mismatch_fails_and_is_said() -> None:
+    wrong = result(comparison={"agrees": False, "max_difference": 3.0})
+    assert not passed(wrong)
+    assert "differ by 3.00" in " ".join(remarks(wrong))
+
+
+def test_no_hits_fail() -> None:
+    nothing = result(restored_tokens=0)
+    assert not passed(nothing)
+    assert "nothing was restored" in " ".join(remarks(nothing))
+
+
+def test_an_engine_that_ends_fails() -> None:
+    ended = {"shape": "gemma4", "failure": "the engine's process ended with 1"}
+    assert not passed(ended)
+    assert list(remarks(ended)) == ["gemma4: the engine's process ended with 1"]
