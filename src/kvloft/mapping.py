@@ -81,7 +81,10 @@ class Mapping:
                     f"the mapping {self._path.name} has {size} bytes, this process expects "
                     f"{total}; all processes of an engine must be given the same options"
                 )
-            self._memory = mmap.mmap(self._fd, total)
+            # Pages that a rank meets for the first time cost it more than copying what is in them,
+            # so they are all met now.
+            flags = mmap.MAP_SHARED | (0 if rank == SCHEDULER else mmap.MAP_POPULATE)
+            self._memory = mmap.mmap(self._fd, total, flags=flags)
             if size == 0:
                 _HEAD.pack_into(self._memory, 0, _MAGIC, total, ranks, 0)
             if _HEAD.unpack_from(self._memory, 0)[:3] != (_MAGIC, total, ranks):
