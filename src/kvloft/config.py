@@ -46,7 +46,8 @@ AUTO_MOST_TOKENS = 512
 under 2 KiB a token, 1 MiB would be longer than most prompts, and no prefix would ever be reused."""
 
 
-def _auto_in_engine(geometry: Geometry) -> int:
+def auto_in_engine(geometry: Geometry) -> int:
+    """What ``auto`` means to the connector: tokens."""
     unit = geometry.unit_tokens
     if any(group.kind == "state" for group in geometry.cacheable):
         # States exist only where the engine ends a step, on some multiple of the unit.
@@ -94,7 +95,7 @@ def parse_options(extra: Mapping[str, object], geometry: Geometry) -> Options:
                 f"known options: {', '.join(KNOWN_KEYS)}"
             )
     if extra.get("blocks_per_chunk") is None and extra.get("block_size") is None:
-        tokens = _auto_in_engine(geometry)
+        tokens = auto_in_engine(geometry)
     else:
         tokens = resolve_chunk(
             geometry,

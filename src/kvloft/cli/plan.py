@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; raises :class:`kvloft.errors.KVLoftError` for what the user can mend."""
-    from kvloft.config import resolve_chunk
+    from kvloft.config import auto_in_engine, resolve_chunk
     from kvloft.geometry import load
     from kvloft.plan import ChunkPlan
 
@@ -58,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
         chosen = args.blocks_per_chunk is not None or args.block_size is not None
         for line in _lines(report, chosen=chosen):
             print(line)
+        if not chosen and (shorter := auto_in_engine(geometry)) != tokens:
+            print(f"\nAn engine left to choose takes chunks of {shorter:,} tokens for this model;")
+            print(f"to have {tokens:,}, give it 'block_size': {tokens}.")
     return 0
 
 
