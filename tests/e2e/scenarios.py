@@ -424,9 +424,9 @@ def _make_mla(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(path)
 
 
-def _tensor_parallel(cache: Path, name: str, **engine: Any) -> Result:
+def _tensor_parallel(cache: Path, name: str) -> Result:
     shape = SHAPES[name]
-    llm = make_engine(shape, cache, tensor_parallel_size=2, **engine)
+    llm = make_engine(shape, cache, tensor_parallel_size=2)
     prompts = shape_prompts(llm)
     cold = run_pass(llm, "cold", prompts, cold=True, new_tokens=4)
     shared = [p.name for p in Path("/dev/shm").glob("kvloft-*")]
@@ -448,8 +448,8 @@ def two_ranks(cache: Path) -> Result:
 
 @scenario
 def two_ranks_states(cache: Path) -> Result:
-    """The same with recurrent states; vLLM's scheduler must be told the workers' block size."""
-    return _tensor_parallel(cache, "qwen3next", block_size=640)
+    """The same with recurrent states, which need prefill steps that end on their blocks."""
+    return _tensor_parallel(cache, "qwen3next")
 
 
 @scenario

@@ -17,7 +17,7 @@ from kvloft.engines.vllm.log import logger
 from kvloft.engines.vllm.messages import Orders, Reports
 from kvloft.engines.vllm.metrics import LoftStats, PromMetrics
 from kvloft.engines.vllm.scheduler import SchedulerHalf
-from kvloft.engines.vllm.setup import misaligned_states, set_up_scheduler, set_up_worker
+from kvloft.engines.vllm.setup import set_up_scheduler, set_up_worker
 from kvloft.engines.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -52,9 +52,7 @@ class KVLoftConnector(KVConnectorBase_V1, SupportsHMA):
                     "kv-transfer-config to have it computed instead"
                 )
             setup = set_up_scheduler(vllm_config, kv_cache_config)
-            if (warning := misaligned_states(vllm_config, setup.plan)) is not None:
-                logger.warning("KVLoft: %s", warning)
-            self._scheduler = SchedulerHalf(setup)
+            self._scheduler = SchedulerHalf(setup, vllm_config.cache_config)
         else:
             setup = set_up_worker(vllm_config, kv_cache_config)
             rank = vllm_config.parallel_config.rank % setup.ranks

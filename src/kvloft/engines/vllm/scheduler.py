@@ -18,6 +18,7 @@ from kvloft.jobs import Job
 from kvloft.loft import Loft
 
 if TYPE_CHECKING:
+    from vllm.config import CacheConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -30,7 +31,7 @@ _NOTHING_IDLE = Orders(idle=True)
 class SchedulerHalf:
     """One per engine."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, cache_config: CacheConfig) -> None:
         arena = setup.make_arena()
         self._mapping = setup.mapping
         self.loft = Loft(
@@ -42,6 +43,8 @@ class SchedulerHalf:
             prompt_only=setup.options.offload_prompt_only,
         )
         self._tokens_per_hash = setup.plan.geometry.tokens_per_hash
+        self._cache_config = cache_config
+        self._step_tokens = cache_config.block_size if setup.plan.state_groups else None
         self._requests: dict[str, Request] = {}
         self._loads: list[tuple[str, Job | None]] = []
         self._meter = SchedulerMeter(self.loft)
@@ -61,11 +64,29 @@ class SchedulerHalf:
 
     def match(self, request: Request, computed: int) -> tuple[int, bool]:
         """Tokens beyond ``computed`` that can be restored, and that this takes until later."""
+        self._keep_steps_aligned()
         self._track(request)
         if request.skip_reading_prefix_cache:
             return 0, False
         boundary = self.loft.match(request.request_id, request.num_tokens, computed)
         return (boundary - computed, True) if boundary > computed else (0, False)
+
+    def _keep_steps_aligned(self) -> None:
+        """Keep prefill steps ending where states live.
+
+        The scheduler ends them at multiples of ``cache_config.block_size``, which the engine core
+        has set to the block of its groups before it made this object. Where the core runs in a
+        process of its own, vLLM 0.32 then initialises its configuration once more, and on the CPU
+        that puts the default back: states would be kept nowhere, for vLLM's own cache either.
+        """
+        if self._step_tokens is not None and self._cache_config.block_size != self._step_tokens:
+            logger.warning(
+                "KVLoft: vLLM has reset its block size from %d to %d tokens, which would leave "
+                "hardly any recurrent state to reuse; it is set back",
+                self._step_tokens,
+                self._cache_config.block_size,
+            )
+            self._cache_config.block_size = self._step_tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks are there: start the load that was offered, or give it up."""

@@ -127,24 +127,6 @@ def _identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Dict[s
     }
 
 
-def misaligned_states(vllm_config: VllmConfig, plan: ChunkPlan) -> str | None:
-    """Why few states could ever be stored, and what to do; ``None`` where all is well.
-
-    vLLM's scheduler ends prefill steps at multiples of ``cache_config.block_size``. Where workers
-    run in processes of their own, a larger block that they have chosen for the states does not
-    reach it (seen with vLLM 0.32 on the CPU), and its own prefix cache misses as well.
-    """
-    step = vllm_config.cache_config.block_size
-    for group in plan.state_groups:
-        if step % group.tokens_per_block:
-            return (
-                f"the scheduler ends prefill steps at multiples of {step} tokens, but states are "
-                f"kept every {group.tokens_per_block}, so few prefixes can be reused, by vLLM's "
-                f"own cache either; start the engine with --block-size {group.tokens_per_block}"
-            )
-    return None
-
-
 def describe(setup: Setup, arena: Arena) -> str:
     """The line a user checks at start: groups, chunk, resume cost, what the budget holds."""
     plan = setup.plan
