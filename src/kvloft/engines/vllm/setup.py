@@ -11,7 +11,7 @@ import xxhash
 
 from kvloft.arena import Arena, choose_slab_bytes
 from kvloft.capacity import capacity
-from kvloft.config import Options, parse_options
+from kvloft.config import Options, parse_options, size_option
 from kvloft.engines.vllm.geometry import check_servable, kv_dtype, translate
 from kvloft.errors import ArenaError
 from kvloft.geometry import Geometry, from_dict
@@ -69,9 +69,8 @@ def set_up_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     """
     check_servable(vllm_config, kv_cache_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    cpu_bytes = parse_options(
-        _extra_config(vllm_config), translate(vllm_config, kv_cache_config)
-    ).cpu_bytes
+    # All that is needed to find the mapping; the rest is checked against the workers' geometry.
+    cpu_bytes = size_option("cpu_bytes_to_use", _extra_config(vllm_config).get("cpu_bytes_to_use"))
     mapping = Mapping(_name(vllm_config), cpu_bytes, rank=SCHEDULER, ranks=ranks, digest=b"")
     try:
         if not (note := mapping.note()):
