@@ -7,6 +7,8 @@ call blocks, copies chunk bytes or imports torch, so all of this may run on the 
 
 from __future__ import annotations
 
+import os
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,9 @@ from kvloft.catalog.tree import ROOT
 from kvloft.errors import TransferError
 from kvloft.jobs import Copy, Job, Part
 from kvloft.keys import Keys
+from kvloft.lower import LowerTier, Promoter, PromotionCounters, Shelf, Wait, WriteCounters, Writer
 from kvloft.plan import ChunkLayout, ChunkPlan
+from kvloft.tiers.base import TierStats
 
 Tables = Sequence[Sequence[int]]
 """Per group (ring groups included), the request's block ids; 0 is the engine's null block."""
@@ -46,6 +50,9 @@ class _Request:
     """The node that a match has pinned and no load has taken over yet."""
     may_load: bool = True
     may_store: bool = True
+    may_wait: bool = True
+    """For lower tiers; a request that has given up does not ask them again."""
+    wait: Wait | None = None
 
 
 @dataclass(slots=True)
@@ -81,6 +88,19 @@ class Stats:
     failed_loads: int
     counters: Counters
     classes: tuple[ClassUse, ...] = field(default=())
+    promotions: PromotionCounters = field(default_factory=PromotionCounters)
+    tiers: tuple[LowerStats, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class LowerStats:
+    """One lower tier: its own account, and what this loft has written to it."""
+
+    name: str
+    tier: TierStats
+    writes: WriteCounters
+    broken_calls: int
+    """In which the tier has raised."""
 
 
 class Loft:
@@ -95,9 +115,19 @@ class Loft:
         ranks: int,
         resume_interval: int,
         prompt_only: bool = True,
+        tiers: Sequence[LowerTier] = (),
+        memory: memoryview | None = None,
     ) -> None:
+        """``tiers``: the quickest first; they belong to the loft from now on (:meth:`close`), and
+        read from and write to ``memory``, the arena's."""
         self.plan = plan
         self.catalog = Catalog(plan, arena, policy)
+        if tiers and memory is None:
+            raise ValueError("lower tiers need the arena's memory")
+        bytes_of = memory if memory is not None else memoryview(b"")
+        self._shelves = [Shelf(lower, self.catalog) for lower in tiers]
+        self._writers = [Writer(shelf, self.catalog, bytes_of) for shelf in self._shelves]
+        self.promoter = Promoter(self._shelves, self.catalog, bytes_of, self._publish)
         self._arena = arena
         self._ranks = ranks
         self._resume_interval = resume_interval
@@ -140,19 +170,21 @@ class Loft:
 
     # ---------------------------------------------------------------- loading
 
-    def match(self, request: str, tokens: int, computed: int) -> int:
+    def match(self, request: str, tokens: int, computed: int) -> int | None:
         """The boundary (tokens) at which a request of ``tokens`` tokens can resume; 0 for none.
 
         It is the greatest one above ``computed``, what the engine has itself, and below ``tokens``:
         the last token is always computed. What was found stays pinned until :meth:`begin_load`,
         :meth:`forget` or the next match for this request. Asking again is harmless.
+
+        ``None``: more of the prefix is on its way from a lower tier; ask again after :meth:`step`.
+        That ends, whatever the tier does.
         """
         state = self._requests[request]
         self._end_lease(state)
         state.may_store = True
         if not state.may_load:
             return 0
-        self._lookups += 1
         self.version += 1
         found = self.catalog.match(state.keys, tokens - 1, computed)
         state.branch = found.branch
@@ -160,7 +192,26 @@ class Loft:
         if found.node != ROOT:
             self.catalog.pin(found.node)
             state.leased = found.node
+        if state.wait is None:
+            self._lookups += 1
+            for writer in self._writers:
+                writer.found(found.deepest)
+        if self._shelves and state.may_wait and self._waits(state, tokens):
+            return None
         return found.boundary
+
+    def _waits(self, state: _Request, tokens: int) -> bool:
+        """Whether a request had better wait for a lower tier than resume where it can now."""
+        size = self.plan.tokens_per_chunk
+        reached = state.resumed // size
+        if state.wait is None:
+            state.wait = self.promoter.plan(state.keys, (tokens - 1) // size, reached)
+        wait = state.wait
+        if wait is not None and reached < wait.depth and self.promoter.waits(wait, state.keys):
+            return True
+        state.may_wait = wait is None
+        state.wait = None
+        return False
 
     def _end_lease(self, state: _Request) -> None:
         if state.leased != ROOT:
@@ -188,6 +239,8 @@ class Loft:
             raise
         state.leased = ROOT
         state.seen = boundary
+        for writer in self._writers:
+            writer.used(node)
         self._hits += 1
         self._restored_tokens += boundary - computed
         job = self._issue(copies)
@@ -395,26 +448,70 @@ class Loft:
             if pending.waiting or pending.store is None:
                 return
             self.catalog.end(pending.store, pending.ok)
+            if pending.ok and not pending.store.abandoned:
+                for writer in self._writers:
+                    writer.stored(pending.store)
             del self._pending[self._store_order.popleft()]
+
+    # ---------------------------------------------------------------- lower tiers
+
+    def step(self) -> None:
+        """Take note of what lower tiers have done, and give them more to do. Call it in each step
+        of the engine."""
+        if self._shelves:
+            self.promoter.step()
+            for writer in self._writers:
+                writer.step()
+
+    def pause(self, seconds: float) -> None:
+        """For an engine with nothing else to do: let up to ``seconds`` pass, if requests wait for
+        a lower tier, and less if something arrives."""
+        if self.promoter.reading:
+            self.promoter.pause(seconds)
+
+    def _publish(self, store: Store) -> None:
+        """Let a store without copies take its turn."""
+        job = self._issue([])
+        self._pending[job.id] = _Pending(set(), store=store)
+        self._store_order.append(job.id)
+        self._end_stores()
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Let what is stored reach the lower tiers, for up to ``timeout`` seconds, and close them.
+        Nothing else may be called afterwards."""
+        deadline = time.monotonic() + timeout
+        while any(w.pending or w.writing for w in self._writers) and time.monotonic() < deadline:
+            self.step()
+            time.sleep(0.001)
+        for shelf in self._shelves:
+            shelf.close()
 
     # ---------------------------------------------------------------- the whole
 
     @property
     def pending(self) -> int:
-        """Jobs that some rank has not reported."""
-        return len(self._pending)
+        """Jobs that some rank has not reported, and what waits to be named to a lower tier: for as
+        long as there are any, the engine should go on stepping."""
+        return len(self._pending) + sum(writer.pending for writer in self._writers)
 
     def reset(self) -> None:
         """Forget all chunks. Jobs under way go on, into slots that stay theirs until they end.
 
         Requests that are running now are not stored any more unless they start over: part of what
-        they have computed belongs to the time before.
+        they have computed belongs to the time before. Lower tiers keep what they have for the next
+        start, but this loft does not find it any more: the engine may go on with other weights than
+        those of its files.
         """
         self.version += 1
         for state in self._requests.values():
             self._end_lease(state)
             state.seen = state.resumed = state.branch = 0
             state.may_store = False
+            state.wait = None
+        self.promoter.reset()
+        salt = os.urandom(16)
+        for shelf in self._shelves:
+            shelf.rename(salt)
         self.catalog.reset()
 
     def stats(self) -> Stats:
@@ -435,6 +532,12 @@ class Loft:
             failed_loads=self._failed_loads,
             counters=self.catalog.counters,
             classes=uses,
+            promotions=self.promoter.counters,
+            tiers=tuple(
+                LowerStats(s.name, stats, w.counters, s.broken_calls)
+                for s, w in zip(self._shelves, self._writers, strict=True)
+                if (stats := s.stats()) is not None
+            ),
         )
 
 

@@ -173,7 +173,7 @@ def _askers(loft: Loft, peer: Any, prompt: Prompt) -> dict[str, Side]:
         found = 0
         for _ in range(_REPEATS):
             loft.track("ask", keys, asked)
-            found = loft.match("ask", asked, 0)
+            found = loft.match("ask", asked, 0) or 0
             loft.forget("ask")
         return found
 
@@ -329,7 +329,7 @@ class _Tables:
 
 def _serve(loft: Loft, name: str, prompt: Prompt, clock: _Clock, tables: _Tables) -> None:
     loft.track(name, prompt.keys(), prompt.tokens)
-    found = clock("match", loft.match, name, prompt.tokens, 0)
+    found = clock("match", loft.match, name, prompt.tokens, 0) or 0
     if found:
         load_job = clock("begin_load", loft.begin_load, name, 0, tables.to_load(found))
         clock("report load", loft.report, load_job.id, 0, True)

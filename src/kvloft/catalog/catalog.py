@@ -31,6 +31,8 @@ never keep would mean no hits at all."""
 _MAX_SUPERSEDE_STEPS = 256
 
 NO_SLOT = -1
+STATE = -1
+"""In place of a column: the state chunk."""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,9 @@ class Counters:
     dropped_stores: int = 0
     """Chunks or resume points that were not stored because no room could be made."""
     failed_stores: int = 0
+    promoted_chunks: int = 0
+    """Brought back from a lower tier."""
+    promoted_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -60,6 +65,16 @@ class Write:
 
 
 @dataclass(slots=True)
+class Missing:
+    """A window chunk that a resume point needs and nobody has."""
+
+    holder: int
+    column: int
+    layout: ChunkLayout
+    boundary: int
+
+
+@dataclass(slots=True)
 class Store:
     """A store under way: what it adds to the catalog, and the slots that must be filled for it."""
 
@@ -67,7 +82,11 @@ class Store:
     resumes: list[int] = field(default_factory=list)
     pieces: list[tuple[int, int]] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
+    superseded: list[tuple[int, int]] = field(default_factory=list)
+    """Once it has ended: ``(above, below)``, resume points that are worth less for it."""
     abandoned: bool = False
+    promoted: bool = False
+    """The bytes come from a lower tier and are in their slots already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +100,8 @@ class Match:
     branch: int
     """Boundary (tokens) at which the request leaves a path that others go on with and where no
     resume point is; 0 if there is none. It deserves one."""
+    deepest: int
+    """The node of the longest resident part of the path, whether or not one can resume there."""
 
 
 class Catalog:
@@ -144,7 +165,9 @@ class Catalog:
         if node != deepest and tree.has_children(deepest):
             branch = tree.depth[deepest] * size
         boundary = tree.depth[node] * size
-        return Match(node, boundary, branch) if boundary > above else Match(ROOT, 0, branch)
+        if boundary <= above:
+            node, boundary = ROOT, 0
+        return Match(node, boundary, branch, deepest)
 
     def _newest_columns(self) -> tuple[Sequence[int], Sequence[int]]:
         """Columns one of which has a slot at every node that is worth a try of :meth:`_claim`: a
@@ -199,8 +222,9 @@ class Catalog:
             self._prune(node)
         elif tree.state[node] == READY:
             # Eviction may have met and dropped both while they were pinned.
-            self.policy.insert(2 * node)
-            if self._resume[node] == READY:
+            if 2 * node not in self.policy:
+                self.policy.insert(2 * node)
+            if self._resume[node] == READY and 2 * node + 1 not in self.policy:
                 self.policy.insert(2 * node + 1)
 
     def reads(self, node: int, above: int) -> Iterator[tuple[int, ChunkLayout, int, str]]:
@@ -244,11 +268,34 @@ class Catalog:
             whole = piece.whole or bool(used_whole >> piece.window_set & 1)
             yield piece, holder, 2 * piece.window_set + whole
 
+    def full_slot(self, node: int) -> int:
+        """Where the full chunk of ``node`` lies."""
+        return self._slot[node]
+
+    def resume_chunks(self, node: int) -> Iterator[tuple[int, int, int, ChunkLayout]]:
+        """``(holder, column, slot, layout)`` of what a resume point needs besides full chunks; the
+        state's column is :data:`STATE`."""
+        for _, holder, column in self._held_pieces(node):
+            slot = self._piece[column][holder]
+            yield holder, column, slot, self.column_layout(holder, column)
+        if (state := self.plan.state_layout) is not None:
+            yield node, STATE, self._state_slot[node], state
+
+    def holds_piece(self, piece: Piece, holder: int) -> bool:
+        """Whether ``holder`` has, or is about to have, the bytes of ``piece``."""
+        return self._find_piece(piece, holder) >= 0
+
+    def is_resume(self, node: int) -> bool:
+        """Whether a request can continue at ``node`` now."""
+        return self.tree.state[node] == READY and (
+            not self.plan.has_resume_points or self._resume[node] == READY
+        )
+
     # ---------------------------------------------------------------- stores
 
-    def begin(self) -> Store:
+    def begin(self, *, promoted: bool = False) -> Store:
         """Start a store; :meth:`end` it exactly once, after those that began before it."""
-        store = Store()
+        store = Store(promoted=promoted)
         self._stores.append(store)
         self._work_left = self._work
         return store
@@ -266,10 +313,13 @@ class Catalog:
             raise ValueError("only the latest store, and an empty one, can be cancelled")
         self._stores.pop()
 
-    def add_chunk(self, store: Store, parent: int, key: bytes) -> int:
-        """Reserve the full chunk that follows ``parent``; ``NONE`` if no room could be made."""
-        slot, layout = NO_SLOT, self.plan.full_layout
-        if layout is not None:
+    def add_chunk(self, store: Store, parent: int, key: bytes, slot: int = NO_SLOT) -> int:
+        """Reserve the full chunk that follows ``parent``; ``NONE`` if no room could be made.
+
+        With a ``slot`` from :meth:`reserve`, the chunk is there already and always added.
+        """
+        layout = self.plan.full_layout
+        if layout is not None and slot < 0:
             pins = self.tree.pins
             pins[parent] += 1
             slot = self._allocate(layout)
@@ -315,7 +365,7 @@ class Catalog:
         self.pin(node)
         # References first: making room must not take what this very resume point builds upon.
         taken: list[tuple[int, int]] = []
-        missing: list[tuple[int, int, ChunkLayout, int]] = []
+        missing: list[Missing] = []
         depth, size = self.tree.depth[node], self.plan.tokens_per_chunk
         for piece, holder in self._needed_pieces(node):
             column = self._find_piece(piece, holder)
@@ -325,32 +375,84 @@ class Catalog:
             else:
                 column = 2 * piece.window_set + piece.whole
                 boundary = (depth - piece.chunks_back) * size
-                missing.append((holder, column, piece.layout, boundary))
-        writes: list[Write] = []
-        for _, _, layout, boundary in missing:
-            writes.append(Write(self._allocate(layout), layout, boundary, "window"))
-            if writes[-1].slot < 0:
+                missing.append(Missing(holder, column, piece.layout, boundary))
+        slots: list[int] = []
+        layouts = [gap.layout for gap in missing]
+        if (state := self.plan.state_layout) is not None:
+            layouts.append(state)
+        for layout in layouts:
+            slots.append(self._allocate(layout))
+            if slots[-1] < 0:
                 break
-        else:
-            if (layout_s := self.plan.state_layout) is not None:
-                writes.append(Write(self._allocate(layout_s), layout_s, depth * size, "state"))
         self.unpin(node)
-        if writes and writes[-1].slot < 0:
-            for write in writes[:-1]:
-                self._release(write.slot, write.layout)
+        if slots and slots[-1] < 0:
+            for slot, layout in zip(slots[:-1], layouts, strict=False):
+                self._release(slot, layout)
             self._resume[node] = FREE
             self._give_back(taken)
             return False
-        for (holder, column, _, _), write in zip(missing, writes, strict=False):
-            self._piece[column][holder] = write.slot
-            self._refs[column][holder] = 1
-            store.pieces.append((holder, column))
-            self._unpublished.add((holder, column))
-        if self.plan.state_layout is not None:
-            self._state_slot[node] = writes[-1].slot
-        store.resumes.append(node)
-        store.writes.extend(writes)
+        self._fill_resume(store, node, missing, slots)
         return True
+
+    def adopt_resume(self, store: Store, node: int, slots: dict[tuple[int, int], int]) -> bool:
+        """Make ``node`` a resume point of chunks that are there: in the catalog, or in ``slots``
+        from :meth:`reserve`, by the node and the column that hold them.
+
+        What it uses is taken out of ``slots``; nothing is if it returns false, because the node is
+        a resume point already or a chunk is missing.
+        """
+        if self._resume[node] != FREE:
+            return False
+        missing: list[Missing] = []
+        found: list[tuple[Piece, int, int]] = []
+        used_whole = 0
+        depth, size = self.tree.depth[node], self.plan.tokens_per_chunk
+        for piece, holder in self._needed_pieces(node):
+            column = self._find_piece(piece, holder)
+            if column >= 0:
+                found.append((piece, holder, column))
+                continue
+            column = 2 * piece.window_set + piece.whole
+            if (holder, column) not in slots:
+                column = 2 * piece.window_set + 1
+            if (holder, column) not in slots:
+                return False
+            used_whole |= (column % 2 and not piece.whole) << piece.window_set
+            boundary = (depth - piece.chunks_back) * size
+            missing.append(Missing(holder, column, self.column_layout(holder, column), boundary))
+        given = [(gap.holder, gap.column) for gap in missing]
+        if self.plan.state_layout is not None:
+            given.append((node, STATE))
+            if given[-1] not in slots:
+                return False
+        self._resume[node] = WRITING
+        self._used_whole[node] = used_whole
+        for piece, holder, column in found:
+            self._take_piece(node, piece, holder, column)
+        self._fill_resume(store, node, missing, [slots.pop(at) for at in given])
+        return True
+
+    def _fill_resume(
+        self, store: Store, node: int, missing: list[Missing], slots: list[int]
+    ) -> None:
+        """Give a resume point the slots of its missing window chunks and, last, of its state."""
+        for gap, slot in zip(missing, slots, strict=False):
+            self._piece[gap.column][gap.holder] = slot
+            self._refs[gap.column][gap.holder] = 1
+            store.pieces.append((gap.holder, gap.column))
+            self._unpublished.add((gap.holder, gap.column))
+            store.writes.append(Write(slot, gap.layout, gap.boundary, "window"))
+        if (layout := self.plan.state_layout) is not None:
+            self._state_slot[node] = slots[-1]
+            boundary = self.tree.depth[node] * self.plan.tokens_per_chunk
+            store.writes.append(Write(slots[-1], layout, boundary, "state"))
+        store.resumes.append(node)
+
+    def column_layout(self, holder: int, column: int) -> ChunkLayout:
+        """The layout of the window chunk that ``holder`` has, or may have, in ``column``."""
+        if column % 2:
+            return self.plan.whole_layout(column // 2)
+        return self.plan.short_layout(column // 2, self.tree.depth[holder])
 
     def _give_back(self, references: list[tuple[int, int]]) -> None:
         for holder, column in references:
@@ -377,27 +479,35 @@ class Catalog:
         for node in store.resumes:
             self._resume[node] = READY
             self.resume_points += 1
-            self._supersede_above(node)
+            if (above := self._superseded_by(node)) != ROOT:
+                store.superseded.append((above, node))
+                if not self.tree.pins[above]:
+                    self.policy.demote(2 * above + 1)
             self.policy.insert(2 * node)
             self.policy.insert(2 * node + 1)
+        nbytes = sum(w.layout.nbytes for w in store.writes)
+        if store.promoted:
+            self.counters.promoted_chunks += len(store.writes)
+            self.counters.promoted_bytes += nbytes
+            return
         self.counters.stored_chunks += len(store.writes)
-        self.counters.stored_bytes += sum(w.layout.nbytes for w in store.writes)
+        self.counters.stored_bytes += nbytes
         self.counters.stored_resume_points += len(store.resumes)
 
-    def _supersede_above(self, node: int) -> None:
-        """The nearest resume point above on an unbranched path is worth less now: it goes first."""
+    def _superseded_by(self, node: int) -> int:
+        """The nearest resume point above on an unbranched path, which is worth less once ``node``
+        is one: it goes first. The root where there is none."""
         tree = self.tree
         for steps in range(1, _MAX_SUPERSEDE_STEPS + 1):
             if not tree.only_child(node):
-                return
+                return ROOT
             node = tree.parent[node]
             if node == ROOT:
-                return
+                return ROOT
             # Where a prompt ends on a boundary, the same prompt again resumes one chunk earlier.
             if steps > 1 and self._resume[node] == READY:
-                if not tree.pins[node]:
-                    self.policy.demote(2 * node + 1)
-                return
+                return node
+        return ROOT
 
     def _abandon_all(self) -> None:
         """Forget what the stores under way would add; their slots stay taken until they end."""
@@ -461,6 +571,23 @@ class Catalog:
         self._revive(self.tree.remove(node))
         return slot
 
+    def reserve(self, layouts: Sequence[ChunkLayout]) -> list[int]:
+        """Slots that belong to the caller, until it adds them with a store or gives them up.
+
+        Fewer than asked for where no more room could be made.
+        """
+        self._work_left = self._work
+        slots: list[int] = []
+        for layout in layouts:
+            if (slot := self._allocate(layout)) < 0:
+                break
+            slots.append(slot)
+        return slots
+
+    def give_up(self, slot: int, layout: ChunkLayout) -> None:
+        """Take back a slot from :meth:`reserve`."""
+        self._release(slot, layout)
+
     def _release(self, slot: int, layout: ChunkLayout) -> None:
         self.arena.free(slot)
         self.live_bytes -= layout.nbytes
@@ -512,10 +639,7 @@ class Catalog:
         if slot < 0 or self._refs[column][holder]:
             return
         self._piece[column][holder] = NO_SLOT
-        if column % 2:
-            layout = self.plan.whole_layout(column // 2)
-        else:
-            layout = self.plan.short_layout(column // 2, self.tree.depth[holder])
+        layout = self.column_layout(holder, column)
         self._release(slot, layout)
         self._count_eviction(layout)
 

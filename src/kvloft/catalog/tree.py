@@ -13,6 +13,7 @@ them moves a 256th. vLLM's own manager keeps an ordered dict per block and pays 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from kvloft.keys import Keys
 
@@ -23,6 +24,32 @@ FREE, WRITING, READY, DOOMED = range(4)
 """States of a node: unused; its chunk is being written; resident; forgotten, but still pinned."""
 
 _SHARDS = 256
+
+
+def gallop(limit: int, there: Callable[[int], bool]) -> int:
+    """The greatest depth up to ``limit`` for which ``there`` holds; 0 if there is none.
+
+    ``there`` holds for all depths up to the one sought and for none beyond it. A probe at the
+    limit, then doubling steps, then bisection; the last probe that held is the answer.
+    """
+    if limit <= 0:
+        return 0
+    if there(limit):
+        return limit
+    low, high, step = 0, limit, 1
+    while low + step < high:
+        if not there(low + step):
+            high = low + step
+            break
+        low += step
+        step *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if there(middle):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 class Tree:
@@ -65,29 +92,18 @@ class Tree:
         size, index, state = self.tokens_per_chunk, self._index, self.state
         least = READY if ready else WRITING
 
-        def probe(depth: int) -> int:
+        best = ROOT
+
+        def there(depth: int) -> bool:
+            nonlocal best
             key = keys(depth * size)
             node = index[key[0]].get(key, NONE)
-            return node if node >= 0 and state[node] >= least else NONE
+            if node < 0 or state[node] < least:
+                return False
+            best = node
+            return True
 
-        if limit <= 0:
-            return ROOT
-        if (node := probe(limit)) >= 0:
-            return node
-        best, low, high = ROOT, 0, limit
-        step = 1
-        while low + step < high:
-            if (node := probe(low + step)) < 0:
-                high = low + step
-                break
-            best, low = node, low + step
-            step *= 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            if (node := probe(middle)) >= 0:
-                best, low = node, middle
-            else:
-                high = middle
+        gallop(limit, there)
         return best
 
     def add(self, parent: int, key: bytes) -> int:

@@ -6,7 +6,7 @@ Reads private fields on purpose: the catalog keeps no second account that a test
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvloft.catalog.catalog import Catalog
@@ -77,8 +77,11 @@ def held(catalog: Catalog) -> Iterator[Held]:
             )
 
 
-def check(catalog: Catalog) -> None:
-    """Raise :class:`AuditError` where the catalog's books disagree."""
+def check(catalog: Catalog, reserved: Sequence[tuple[int, ChunkLayout]] = ()) -> None:
+    """Raise :class:`AuditError` where the catalog's books disagree.
+
+    ``reserved``: the slots that promotions under way are filling.
+    """
     tree, plan, arena = catalog.tree, catalog.plan, catalog.arena
     used = nodes(catalog)
     expect(len(tree) == len(used), f"{len(tree)} nodes counted, {len(used)} found")
@@ -103,7 +106,7 @@ def check(catalog: Catalog) -> None:
     expect(sum(map(len, tree._index)) == sum(tree.state[n] != DOOMED for n in used), "stale keys")
 
     # Every slot has one owner, and the sums are exact.
-    owned = [(h.slot, h.layout) for h in held(catalog)]
+    owned = [(h.slot, h.layout) for h in held(catalog)] + list(reserved)
     for store in catalog._stores:
         if store.abandoned:
             owned.extend((write.slot, write.layout) for write in store.writes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,8 +25,10 @@ from kvloft.catalog.tree import READY, WRITING
 from kvloft.geometry import Geometry, Group
 from kvloft.jobs import Job
 from kvloft.loft import Loft
+from kvloft.lower import LowerTier
 from kvloft.plan import ChunkPlan
 from kvloft.testing import audit, oracle
+from kvloft.testing.manual import ManualTier
 from kvloft.testing.pages import Hashes, Pages, PagesLayout, expected_pages, extend_hash
 from kvloft.testing.pool import BlockPool
 from kvloft.transfer import CpuCopier
@@ -33,6 +36,8 @@ from kvloft.transfer import CpuCopier
 WAITING, LOADING, RUNNING, ENDED = "waiting", "loading", "running", "ended"
 
 _VOCABULARY = 50
+_PATIENCE = 1e9
+"""Seconds that requests wait for lower tiers: a test's tiers take as long as the test lets them."""
 
 
 class EngineError(AssertionError):
@@ -107,6 +112,8 @@ class Totals:
     failed_loads: int = 0
     failed_stores: int = 0
     finished: int = 0
+    waits: int = 0
+    """Times that a request was told to ask again."""
 
 
 class Engine:
@@ -125,8 +132,11 @@ class Engine:
         prefix_caching: bool = True,
         layout: PagesLayout = "own",
         failures: float = 0.0,
+        tiers: Sequence[ManualTier] = (),
+        write_all: bool = True,
     ) -> None:
-        """``failures``: the chance that a rank's copy fails."""
+        """``failures``: the chance that a rank's copy fails. ``tiers``: lower ones, which get on
+        whenever the ranks do; ``write_all`` as in :class:`kvloft.lower.LowerTier`."""
         self.plan = plan
         self.geometry: Geometry = plan.geometry
         self.rng = rng
@@ -146,9 +156,12 @@ class Engine:
         self.pool = BlockPool(num_blocks, self._poison)
         arena = Arena(arena_bytes, choose_slab_bytes(arena_bytes, plan.slot_sizes()))
         self.memory = np.full(arena_bytes, 0x5C, dtype=np.uint8)
+        self.tiers = list(tiers)
         self.loft = Loft(
             plan, arena, LRU(),
             ranks=self._ranks, resume_interval=resume_interval, prompt_only=prompt_only,
+            tiers=[LowerTier(tier, write_all, _PATIENCE) for tier in tiers],
+            memory=self.memory.data,
         )  # fmt: skip
         self._copiers = [
             CpuCopier(plan, pages.views, self.memory, rank=rank)
@@ -200,6 +213,7 @@ class Engine:
     def step(self) -> bool:
         """Schedule, compute and store once. Whether anything was computed."""
         self.totals.steps += 1
+        self.loft.step()
         budget = self._step_tokens
         scheduled: list[tuple[Request, int]] = []
         for request in list(self.requests):
@@ -373,7 +387,13 @@ class Engine:
         local, tables = self._local_hit(request)
         self.loft.track(request.id, request.key, request.prompt_tokens)
         expected = self._expected_match(request, local)
+        size = self.plan.tokens_per_chunk
+        for end in range(size, len(request.tokens) + 1, size):
+            self._prefixes.setdefault(request.key(end), request.hashes[:end])
         boundary = self.loft.match(request.id, len(request.tokens), local)
+        if boundary is None:
+            self.totals.waits += 1
+            return
         if boundary != expected:
             raise EngineError(
                 f"{request.id}: a resume at {boundary} was found, the greatest is {expected} "
@@ -572,8 +592,11 @@ class Engine:
 
     def deliver(self) -> bool:
         """Let one rank get on: do its copy, or report what it has done. Whether there was work."""
+        for tier in self.tiers:
+            if tier.pending and self.rng.random() < 0.5:
+                return tier.work()
         if not self._work:
-            return False
+            return any(tier.work() for tier in self.tiers)
         work = self.rng.choice(self._work)
         if work.done:
             self._work.remove(work)
@@ -625,7 +648,7 @@ class Engine:
     def check(self) -> None:
         """Compare the loft's books with each other, and every published chunk with its prefix."""
         catalog = self.loft.catalog
-        audit.check(catalog)
+        audit.check(catalog, self.loft.promoter.reserved())
         for chunk in audit.held(catalog):
             if chunk.published:
                 self._check_chunk(chunk)
@@ -681,6 +704,9 @@ class Engine:
         """Run to the end, then look for anything that is left behind."""
         self.run()
         self.check()
+        while self.loft.pending or any(tier.work() for tier in self.tiers):
+            self.loft.step()
+        self.loft.step()
         if self.loft.pending:
             raise EngineError(f"{self.loft.pending} jobs are pending")
         audit.check_idle(self.loft.catalog)

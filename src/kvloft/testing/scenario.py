@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 from kvloft.plan import ChunkPlan
 from kvloft.testing.engine import RUNNING, Engine, EngineError, Request, Totals
+from kvloft.testing.manual import ManualPlace, ManualTier
 from kvloft.testing.pages import PAGES_LAYOUTS
 
 _VOCABULARY = 50
@@ -21,7 +23,13 @@ def longest_prompt(plan: ChunkPlan) -> int:
     return size * max(6, min(80, math.ceil(2 * reach / size)))
 
 
-def make_engine(plan: ChunkPlan, rng: random.Random, *, failures: float = 0.0) -> Engine:
+def make_engine(
+    plan: ChunkPlan,
+    rng: random.Random,
+    *,
+    failures: float = 0.0,
+    places: Sequence[ManualPlace] = (),
+) -> Engine:
     """An engine of random size: from a pool that forces preemption to one that never does, from an
     arena that holds one chunk of each class to one that holds everything."""
     longest = longest_prompt(plan)
@@ -44,16 +52,29 @@ def make_engine(plan: ChunkPlan, rng: random.Random, *, failures: float = 0.0) -
         prefix_caching=rng.random() < 0.5,
         layout=rng.choice(PAGES_LAYOUTS),
         failures=failures,
+        tiers=[
+            ManualTier(
+                place,
+                rng,
+                has_full=plan.full_layout is not None,
+                faults=failures,
+                limit=rng.choice([20, 1000, 1 << 60]),
+                queue=rng.choice([1, 8, 1 << 60]),
+            )
+            for place in places
+        ],
+        write_all=rng.random() < 0.7,
     )
 
 
 class Scenario:
     """Users who talk to one engine, about things that others have asked before."""
 
-    def __init__(self, engine: Engine, rng: random.Random) -> None:
+    def __init__(self, engine: Engine, rng: random.Random, texts: Sequence[list[int]] = ()) -> None:
+        """``texts``: what has been said before."""
         self.engine = engine
         self._rng = rng
-        self._texts: list[list[int]] = []
+        self.texts = list(texts)
         self._size = engine.plan.tokens_per_chunk
         self._longest = longest_prompt(engine.plan)
 
@@ -90,8 +111,8 @@ class Scenario:
         """Ask something: a known text, its beginning, its continuation or something new."""
         rng, size, longest = self._rng, self._size, self._longest - 1
         text: list[int] = []
-        if self._texts and rng.random() < 0.85:
-            text = list(rng.choice(self._texts))
+        if self.texts and rng.random() < 0.85:
+            text = list(rng.choice(self.texts))
             cut = rng.random()
             if cut < 0.3:
                 text = text[: rng.randrange(len(text)) + 1]
@@ -104,16 +125,39 @@ class Scenario:
         generate = rng.choice([0, 1, 2, rng.randrange(size + 2)])
         request = self.engine.submit(text, min(generate, longest + 1 - len(text)))
         # The request's own list: what is generated becomes part of the conversation.
-        self._texts.append(request.tokens)
+        self.texts.append(request.tokens)
         return request
 
 
-def explore(plan: ChunkPlan, seed: int, *, actions: int = 120, failures: float = 0.0) -> Totals:
-    """One random scenario on a random engine; the same for the same arguments."""
+def explore(
+    plan: ChunkPlan,
+    seed: int,
+    *,
+    actions: int = 120,
+    failures: float = 0.0,
+    tiers: int = 0,
+    lives: int = 1,
+) -> Totals:
+    """One random scenario on a random engine; the same for the same arguments.
+
+    ``lives``: engines that run one after the other, with the same users and on the same places of
+    ``tiers`` lower tiers. The totals are those of the last one.
+    """
     rng = random.Random(seed)
-    engine = make_engine(plan, rng, failures=failures)
+    places = [ManualPlace() for _ in range(tiers)]
+    texts: list[list[int]] = []
+    totals = Totals()
     try:
-        return Scenario(engine, rng).run(actions)
+        for _ in range(lives):
+            scenario = Scenario(
+                make_engine(plan, rng, failures=failures, places=places), rng, texts
+            )
+            totals = scenario.run(actions)
+            texts = [list(text) for text in scenario.texts]
     except EngineError as error:
-        error.add_note(f"explore(plan, {seed}, actions={actions}, failures={failures})")
+        error.add_note(
+            f"explore(plan, {seed}, actions={actions}, failures={failures}, tiers={tiers}, "
+            f"lives={lives})"
+        )
         raise
+    return totals

@@ -62,13 +62,16 @@ class SchedulerHalf:
 
         self.loft.track(request_id, key, request.num_prompt_tokens)
 
-    def match(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Tokens beyond ``computed`` that can be restored, and that this takes until later."""
+    def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Tokens beyond ``computed`` that can be restored, and that this takes until later.
+        ``None``: more is on its way from a lower tier, ask again."""
         self._keep_steps_aligned()
         self._track(request)
         if request.skip_reading_prefix_cache:
             return 0, False
         boundary = self.loft.match(request.request_id, request.num_tokens, computed)
+        if boundary is None:
+            return None, False
         return (boundary - computed, True) if boundary > computed else (0, False)
 
     def _keep_steps_aligned(self) -> None:
