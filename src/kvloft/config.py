@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 
 from kvloft.catalog.policies import POLICIES
 from kvloft.errors import ConfigError
 from kvloft.geometry import MAX_INTEGER, Geometry
 from kvloft.plan import ChunkPlan, auto_resume_interval, auto_tokens_per_chunk
+from kvloft.tiers.options import DiskOptions
 from kvloft.units import ceil_div, parse_size
 
 KNOWN_KEYS = (
@@ -17,10 +21,17 @@ KNOWN_KEYS = (
     "block_size",
     "cpu_bytes_to_use",
     "eviction_policy",
+    "namespace",
     "offload_prompt_only",
     "resume_interval",
     "secondary_tiers",
 )
+TIER_TYPES = ("disk",)
+DISK_KEYS = ("type", "path", "max_bytes", "write", "wait", "queue_bytes", "threads")
+WRITE_RULES = ("all", "reused")
+
+_MAX_THREADS = 64
+_MAX_NAMESPACE = 200
 
 _MAX_DIGITS = 20
 """Enough to see that a number is too large; Python refuses to read thousands of them."""
@@ -39,6 +50,10 @@ class Options:
     """Store what prompts have computed and leave out what was generated (vLLM's default)."""
     resume_interval: int
     """Tokens between the resume points kept inside a long prompt; a multiple of G."""
+    tiers: tuple[DiskOptions, ...] = ()
+    """Below host memory, in the order in which they are asked."""
+    namespace: str | None = None
+    """What stands for the model and its weights in persisted names, if the user vouches for it."""
 
 
 AUTO_MOST_TOKENS = 512
@@ -86,14 +101,7 @@ def resolve_chunk(
 
 def parse_options(extra: Mapping[str, object], geometry: Geometry) -> Options:
     """Check ``kv_connector_extra_config``. Raises :class:`ConfigError`; nothing is allocated."""
-    for key in extra:
-        if key not in KNOWN_KEYS:
-            close = difflib.get_close_matches(str(key), KNOWN_KEYS, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(
-                f"unknown option {key!r} in kv_connector_extra_config; {hint}"
-                f"known options: {', '.join(KNOWN_KEYS)}"
-            )
+    _check_keys(extra, KNOWN_KEYS, "kv_connector_extra_config")
     if extra.get("blocks_per_chunk") is None and extra.get("block_size") is None:
         tokens = auto_in_engine(geometry)
     else:
@@ -110,18 +118,96 @@ def parse_options(extra: Mapping[str, object], geometry: Geometry) -> Options:
     prompt_only = extra.get("offload_prompt_only", True)
     if not isinstance(prompt_only, bool):
         raise ConfigError(f"'offload_prompt_only': {prompt_only!r} is neither true nor false")
-    tiers = extra.get("secondary_tiers", [])
-    if tiers not in ([], ()):
-        raise ConfigError(
-            f"'secondary_tiers': {tiers!r}: this version keeps chunks in host memory only; "
-            "leave the option out or give an empty list"
-        )
     return Options(
         tokens_per_chunk=tokens,
         cpu_bytes=_cpu_bytes(extra.get("cpu_bytes_to_use")),
         eviction_policy=policy,
         offload_prompt_only=prompt_only,
         resume_interval=_resume_interval(extra.get("resume_interval", "auto"), geometry, tokens),
+        tiers=_tiers(extra.get("secondary_tiers")),
+        namespace=_namespace(extra.get("namespace")),
+    )
+
+
+def _check_keys(given: Mapping[str, object], known: Sequence[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(
+                f"unknown option {_show(key)} in {where}; {hint}known options: {', '.join(known)}"
+            )
+
+
+def _namespace(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value.isprintable() and 0 < len(value.strip()) <= _MAX_NAMESPACE:
+        return value.strip()
+    raise ConfigError(
+        f"'namespace': {_show(value)} is no text of 1 to {_MAX_NAMESPACE} printable characters; it "
+        "stands for the model and its weights, as in 'llama-3.1-8b/2026-11'"
+    )
+
+
+def _tiers(value: object) -> tuple[DiskOptions, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise ConfigError(
+            f"'secondary_tiers': {_show(value)} is no list; write "
+            '[{"type": "disk", "path": "/directory", "max_bytes": "500GiB"}]'
+        )
+    tiers = tuple(_tier(entry, f"secondary_tiers[{i}]") for i, entry in enumerate(value))
+    paths = [tier.path for tier in tiers]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"'secondary_tiers': two tiers with the path {str(path)!r}")
+    return tiers
+
+
+def _tier(entry: object, where: str) -> DiskOptions:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where!r}: {_show(entry)} is no object with a 'type'")
+    kind = entry.get("type")
+    if kind not in TIER_TYPES:
+        hint = '; for files in a directory write {"type": "disk", "path": …, "max_bytes": …}'
+        raise ConfigError(
+            f"'{where}.type': {_show(kind)} is not one of {', '.join(TIER_TYPES)}"
+            + (hint if kind == "fs" else "")
+        )
+    _check_keys(entry, DISK_KEYS, where)
+    path = entry.get("path")
+    if not isinstance(path, str | PathLike) or not Path(path).expanduser().is_absolute():
+        raise ConfigError(f"'{where}.path': {_show(path)} is no absolute path of a directory")
+    if entry.get("max_bytes") is None:
+        raise ConfigError(
+            f"'{where}.max_bytes' is missing; give what all files there may take together, in "
+            "bytes or as text such as '500GiB'"
+        )
+    write = entry.get("write", "all")
+    if write not in WRITE_RULES:
+        raise ConfigError(f"'{where}.write': {_show(write)} is not one of {', '.join(WRITE_RULES)}")
+    threads = _positive(f"{where}.threads", entry.get("threads", 4), "threads")
+    if threads > _MAX_THREADS:
+        raise ConfigError(f"'{where}.threads': {threads} is more than {_MAX_THREADS}")
+    return DiskOptions(
+        path=Path(os.path.normpath(Path(path).expanduser())),
+        max_bytes=size_option(f"{where}.max_bytes", entry["max_bytes"]),
+        write=str(write),
+        wait_seconds=_wait(entry.get("wait", "auto"), where),
+        queue_bytes=size_option(f"{where}.queue_bytes", entry.get("queue_bytes", 256 << 20)),
+        threads=threads,
+    )
+
+
+def _wait(value: object, where: str) -> float | None:
+    if value == "auto":
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 3600:
+        return float(value)
+    raise ConfigError(
+        f"'{where}.wait': {_show(value)} is neither 'auto' nor a number of seconds from 0 to 3600"
     )
 
 

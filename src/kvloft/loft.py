@@ -459,9 +459,10 @@ class Loft:
         """Take note of what lower tiers have done, and give them more to do. Call it in each step
         of the engine."""
         if self._shelves:
-            self.promoter.step()
+            busy = self.promoter.step()
             for writer in self._writers:
-                writer.step()
+                busy |= writer.step()
+            self.version += busy
 
     def pause(self, seconds: float) -> None:
         """For an engine with nothing else to do: let up to ``seconds`` pass, if requests wait for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvloft.cli.demo import passed, remarks
+from kvloft.cli.demo import passed, remarks, restart_remarks, survived
 
 
 def result(**changes: Any) -> dict[str, Any]:
@@ -42,3 +42,25 @@ def test_an_engine_that_ends_fails() -> None:
     ended = {"shape": "gemma4", "failure": "the engine's process ended with 1"}
     assert not passed(ended)
     assert list(remarks(ended)) == ["gemma4: the engine's process ended with 1"]
+
+
+def restart(**changes: Any) -> dict[str, Any]:
+    """A restart in which all is well."""
+    fine = {"agrees": True} | changes.pop("comparison", {})
+    restarted = {"comparison": fine, "restored_tokens": 512} | changes
+    return {"shape": "gemma4", "passes": {"cold": {}, "restarted": restarted}}
+
+
+def test_a_restart_that_restores_the_same_answers_survives() -> None:
+    assert survived(restart())
+    assert not list(restart_remarks(restart()))
+
+
+def test_a_restart_without_hits_or_with_other_answers_fails() -> None:
+    for wrong, word in (
+        (restart(restored_tokens=0), "nothing was restored from disk"),
+        (restart(comparison={"agrees": False}), "differ"),
+        ({"shape": "gemma4", "failure": "ended by signal 9"}, "signal 9"),
+    ):
+        assert not survived(wrong)
+        assert word in " ".join(restart_remarks(wrong))

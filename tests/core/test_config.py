@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kvloft.config import KNOWN_KEYS, parse_options, resolve_chunk
 from kvloft.errors import ConfigError, KVLoftError
 from kvloft.geometry import Geometry, Group, Layers, known_names, load, make_geometry
+from kvloft.tiers.options import DiskOptions
 
 GEMMA = load("gemma-4-31b")
 UNIFORM = load("llama-3.1-8b")
@@ -189,11 +191,70 @@ def test_offload_prompt_only_is_true_or_false(value: object) -> None:
     assert options(offload_prompt_only=False).offload_prompt_only is False
 
 
-def test_other_tiers_are_refused_until_there_are_some() -> None:
-    assert options(secondary_tiers=[]) == options()
-    message = refused({"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "fs"}]})
-    assert "secondary_tiers" in message
-    assert "fs" in message
+def disk(**more: object) -> dict[str, object]:
+    return {"type": "disk", "path": "/cache", "max_bytes": "2GiB", **more}
+
+
+def test_no_tiers_is_the_default() -> None:
+    assert options(secondary_tiers=[]) == options(secondary_tiers=None) == options()
+    assert options().tiers == ()
+
+
+def test_a_disk_tier_has_a_path_a_limit_and_defaults() -> None:
+    (tier,) = options(secondary_tiers=[disk()]).tiers
+    assert tier == DiskOptions(Path("/cache"), 2 << 30)
+    first, second = options(
+        secondary_tiers=[
+            disk(path="/a/../b/", write="reused", wait=0.5, queue_bytes="1MiB", threads="2"),
+            disk(path=Path("/c"), max_bytes=12345678, wait="auto"),
+        ]
+    ).tiers
+    assert first == DiskOptions(Path("/b"), 2 << 30, "reused", 0.5, 1 << 20, 2)
+    assert second == DiskOptions(Path("/c"), 12345678)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "parts"),
+    [
+        ("disk", ["secondary_tiers", "'disk'", '"max_bytes"']),
+        ({"type": "disk"}, ["secondary_tiers", '"path"']),
+        (["disk"], ["secondary_tiers[0]", "'disk'"]),
+        ([{}], ["'secondary_tiers[0].type'", "None", "disk"]),
+        ([disk(), disk(path="/d", type="s3")], ["'secondary_tiers[1].type'", "'s3'", "disk"]),
+        ([{"type": "fs", "root_dir": "/c"}], ["'fs'", '"type": "disk"']),
+        ([{"type": ["disk"]}], ["['disk']"]),
+        ([disk(max_byte=1)], ["'max_byte'", "did you mean 'max_bytes'"]),
+        ([disk(path="cache")], ["'secondary_tiers[0].path'", "'cache'", "absolute"]),
+        ([disk(path=7)], ["'secondary_tiers[0].path'", "7"]),
+        ([disk(path="")], ["'secondary_tiers[0].path'", "''"]),
+        ([disk(max_bytes=None)], ["'secondary_tiers[0].max_bytes'", "missing", "500GiB"]),
+        ([disk(max_bytes="much")], ["'secondary_tiers[0].max_bytes'", "'much'"]),
+        ([disk(max_bytes=0)], ["'secondary_tiers[0].max_bytes'", "0"]),
+        ([disk(max_bytes=-5)], ["'secondary_tiers[0].max_bytes'", "-5"]),
+        ([disk(write="some")], ["'secondary_tiers[0].write'", "'some'", "all, reused"]),
+        ([disk(write=["all"])], ["'secondary_tiers[0].write'", "['all']"]),
+        ([disk(wait="long")], ["'secondary_tiers[0].wait'", "'long'", "auto"]),
+        ([disk(wait=-1)], ["'secondary_tiers[0].wait'", "-1"]),
+        ([disk(wait=float("nan"))], ["'secondary_tiers[0].wait'", "nan"]),
+        ([disk(wait=True)], ["'secondary_tiers[0].wait'", "True"]),
+        ([disk(queue_bytes="x")], ["'secondary_tiers[0].queue_bytes'", "'x'"]),
+        ([disk(threads=0)], ["'secondary_tiers[0].threads'", "0"]),
+        ([disk(threads=1000)], ["'secondary_tiers[0].threads'", "1000", "64"]),
+        ([disk(), disk(path="/x/../cache")], ["two tiers", "'/cache'"]),
+    ],
+)
+def test_tiers_that_make_no_sense_are_refused(tiers: object, parts: list[str]) -> None:
+    message = refused({"cpu_bytes_to_use": 1, "secondary_tiers": tiers})
+    for part in parts:
+        assert part in message
+
+
+def test_a_namespace_is_short_text() -> None:
+    assert options().namespace is None
+    assert options(namespace=" my model ").namespace == "my model"
+    for wrong in ("", "  ", "a\nb", "x" * 201, 7, ["x"], True):
+        message = refused({"cpu_bytes_to_use": 1, "namespace": wrong})
+        assert "namespace" in message
 
 
 @pytest.mark.parametrize(
@@ -230,6 +291,7 @@ def test_the_automatic_interval_balances_resume_points_and_full_chunks(name: str
         ("secondary_tier", "secondary_tiers"),
         ("resume_intervall", "resume_interval"),
         ("offload_prompts_only", "offload_prompt_only"),
+        ("name_space", "namespace"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(key: str, meant: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 BENCHMARKS = {
     "host": "copies between engine pages and host memory, against memcpy",
     "lookup": "look-ups and books of the scheduler's side, against vLLM's own offloading",
+    "writes": "what is worth writing to disk, on request traces",
     "engine": "vLLM's throughput with the connector and no hits, against vLLM alone",
 }
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvloft.bench.report import table
 from kvloft.engines.vllm.models import SHAPES
 from kvloft.engines.vllm.trial import PROGRESS, environment
 from kvloft.errors import KVLoftError
@@ -40,8 +41,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="run small models on the engine and compare cold and restored answers",
         description=(
             "Make small models with well-known cache shapes, run multi-turn conversations on the "
-            "real engine, empty its cache, and restore it from KVLoft. Ends with 1 if any answer "
-            "differs by more than rounding, or if nothing was restored."
+            "real engine, empty its cache, and restore it from KVLoft. Then end the engine, start "
+            "another one, and restore it from disk. Ends with 1 if any answer differs by more than "
+            "rounding, or if nothing was restored."
         ),
         epilog="Shapes: " + "; ".join(f"{s.name} ({s.description})" for s in SHAPES.values()),
         allow_abbrev=False,
@@ -77,20 +79,61 @@ def run(args: argparse.Namespace) -> int:
         args.json.touch()
     names: Sequence[str] = list(dict.fromkeys(args.shape or SHAPES))
     results = [_trial(name, ["--shape", name], args.cache) for name in names]
+    restarts = [_restart(name, args.cache) for name in names]
     peer = _trial("vLLM's own offloading", ["--refusal"], args.cache)
-    good = all(passed(r) for r in results)
+    good = all(passed(r) for r in results) and all(survived(r) for r in restarts)
 
     print("\n".join(_table(results)))
+    print()
+    print("\n".join(_restart_table(restarts)))
     print()
     for result in results:
         for line in remarks(result):
             print(line)
+    for restart in restarts:
+        for line in restart_remarks(restart):
+            print(line)
     print(_peer_line(peer))
     if args.json is not None:
         models = [{**r, "ok": passed(r)} for r in results]
-        report = {"ok": good, "models": models, "vllm_offloading": peer}
+        after = [{**r, "ok": survived(r)} for r in restarts]
+        report = {"ok": good, "models": models, "restarts": after, "vllm_offloading": peer}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if good else 1
+
+
+def _restart(name: str, cache: Path) -> Result:
+    """Two engines on one disk tier, one after the other; the passes of both."""
+    with tempfile.TemporaryDirectory(prefix="kvloft-demo-", dir=cache) as folder:
+        options = ["--shape", name, "--disk", f"{folder}/disk", "--answers", f"{folder}/answers"]
+        first = _trial(f"{name}, before the restart", options, cache)
+        if "failure" in first:
+            return {**first, "shape": name}
+        second = _trial(f"{name}, after the restart", options, cache)
+        if "failure" in second:
+            return {**second, "shape": name}
+    return {**second, "passes": {**first["passes"], **second["passes"]}}
+
+
+def survived(result: Result) -> bool:
+    """Whether prefixes came from disk after the restart, the first one's too, and answers agree."""
+    if "failure" in result:
+        return False
+    restarted = result["passes"]["restarted"]
+    return bool(restarted["comparison"]["agrees"] and restarted["restored_tokens"] > 0)
+
+
+def restart_remarks(result: Result) -> Iterator[str]:
+    """What went wrong after a restart, if anything did."""
+    name = f"{result['shape']} after the restart"
+    if "failure" in result:
+        yield f"{name}: {result['failure']}"
+        return
+    restarted = result["passes"]["restarted"]
+    if not restarted["comparison"]["agrees"]:
+        yield f"{name}: answers differ from those before it"
+    if not restarted["restored_tokens"]:
+        yield f"{name}: nothing was restored from disk"
 
 
 def passed(result: Result) -> bool:
@@ -195,15 +238,8 @@ HEADINGS = (
 
 def _table(results: Sequence[Result]) -> Iterator[str]:
     """Lines of the table, columns aligned."""
-    rows = [HEADINGS, *(_row(r) for r in results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
     yield "Time to first token (median, ms), tokens and bytes:"
-    for row in rows:
-        first, *others = (
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join((first, *others)).rstrip()
+    yield from table(HEADINGS, [_row(r) for r in results])
 
 
 def _row(result: Result) -> tuple[str, ...]:
@@ -219,6 +255,39 @@ def _row(result: Result) -> tuple[str, ...]:
         _mib(sum(p["stored_bytes"] or 0 for p in passes.values())),
         _mib(sum(p["loaded_bytes"] or 0 for p in passes.values())),
         _verdict(result),
+    )
+
+
+RESTART_HEADINGS = (
+    "model",
+    "first, cold",
+    "first, from disk",
+    "cold",
+    "from disk",
+    "restored",
+    "agree",
+)
+
+
+def _restart_table(results: Sequence[Result]) -> Iterator[str]:
+    yield "After a restart, host memory empty, prefixes from disk: time to first token (ms) of the"
+    yield "first request and the median, and tokens:"
+    yield from table(RESTART_HEADINGS, [_restart_row(r) for r in results])
+
+
+def _restart_row(result: Result) -> tuple[str, ...]:
+    name = str(result["shape"])
+    if "failure" in result:
+        return (name, *[""] * (len(RESTART_HEADINGS) - 2), "FAILED")
+    cold, disk = result["passes"]["cold"], result["passes"]["restarted"]
+    return (
+        name,
+        _median_ms(cold["first_token_s"][:1]),
+        _median_ms(disk["first_token_s"][:1]),
+        _median_ms(cold["first_token_s"]),
+        _median_ms(disk["first_token_s"]),
+        f"{disk['restored_tokens']:,} of {disk['prompt_tokens']:,}",
+        "yes" if survived(result) else "NO",
     )
 
 

@@ -346,8 +346,9 @@ class Promoter:
         to do but to wait."""
         self._news.wait(seconds)
 
-    def step(self) -> None:
-        """Take in what has arrived."""
+    def step(self) -> bool:
+        """Take in what has arrived; whether anything is under way."""
+        busy = bool(self._parts)
         self._news.clear()
         while self._done:
             part, read, future = self._done.popleft()
@@ -368,6 +369,7 @@ class Promoter:
                     self._end(part)
                     ended = True
             self._parts = [part for part in self._parts if not part.ended]
+        return busy
 
     def _complete(self, part: Part) -> bool:
         return (

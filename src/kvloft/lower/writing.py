@@ -101,8 +101,9 @@ class Writer:
         # By name too: the node may be gone, and its number in use again, before its turn comes.
         self._paths.append((node, self._catalog.tree.key(node)))
 
-    def step(self) -> None:
-        """Take note of what has been written, and name some more."""
+    def step(self) -> bool:
+        """Take note of what has been written, and name some more; whether there was any."""
+        busy = bool(self._done or self._paths)
         while self._done:
             node, chunk, future = self._done.popleft()
             self._shelf.writing.discard((chunk.key, chunk.code))
@@ -121,6 +122,7 @@ class Writer:
             if whole:
                 self._paths.popleft()
             room -= max(1, count)
+        return busy
 
     def _write_path(self, node: int, room: int) -> tuple[int, bool]:
         """Put up to ``room`` of a path's missing chunks, the first ones first.

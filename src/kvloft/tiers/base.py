@@ -59,7 +59,7 @@ class Outcome(Enum):
     MISSING = "missing"
     """A get: not there, or not any more."""
     DAMAGED = "damaged"
-    """A get: torn, foreign, short, long or corrupt; it has been removed. The buffer holds rubbish."""
+    """A get: torn, foreign, short, long or corrupt; it is removed. The buffer holds rubbish."""
     REFUSED = "refused"
     """A put: no room could be made within the limit."""
     LATE = "late"
@@ -88,7 +88,7 @@ class TierStats:
     get_bytes: int = 0
     evicted_chunks: int = 0
     faults: Mapping[str, int] = field(default_factory=dict)
-    """What has gone wrong, by cause: ``checksum``, ``foreign``, ``short``, ``no_space`` and so on."""
+    """What has gone wrong, by cause: ``checksum``, ``foreign``, ``short``, ``no_space`` …"""
 
 
 class Tier(Protocol):
@@ -114,10 +114,10 @@ class Tier(Protocol):
         ``data`` is the whole slot, ``page_aligned(chunk.nbytes)`` bytes. It belongs to the tier
         until the future is done; its bytes beyond the chunk's may be overwritten. DONE means that
         every later get, by any process, finds all of the chunk or nothing of it; a chunk that is
-        there already is DONE at once. To keep the tier prefix-closed, a full chunk goes to
-        REFUSED if its parent is neither held nor put before it and not yet done; so do window and
-        state chunks with the full chunk of their own key, in a namespace that has full chunks. ``deadline`` is a time of ``time.monotonic()``:
-        a put that has not begun by then is LATE.
+        there already is DONE at once. To keep the tier prefix-closed, a full chunk goes to REFUSED
+        if its parent is neither held nor put before it and not yet done; so do window and state
+        chunks with the full chunk of their own key, in a namespace that has full chunks.
+        ``deadline`` is a time of ``time.monotonic()``: a put that has not begun by then is LATE.
         """
 
     def get(

@@ -52,7 +52,11 @@ class KVLoftConnector(KVConnectorBase_V1, SupportsHMA):
                     "kv-transfer-config to have it computed instead"
                 )
             setup = set_up_scheduler(vllm_config, kv_cache_config)
-            self._scheduler = SchedulerHalf(setup, vllm_config.cache_config)
+            try:
+                self._scheduler = SchedulerHalf(setup, vllm_config)
+            except BaseException:
+                setup.mapping.close()
+                raise
         else:
             setup = set_up_worker(vllm_config, kv_cache_config)
             rank = vllm_config.parallel_config.rank % setup.ranks

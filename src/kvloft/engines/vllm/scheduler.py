@@ -6,6 +6,7 @@ next to nothing, so a request's block tables are only asked for when there is so
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from kvloft.catalog.policies import POLICIES
@@ -18,11 +19,16 @@ from kvloft.jobs import Job
 from kvloft.loft import Loft
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+_IDLE_WAIT_SECONDS = 0.001
+"""While all requests wait for lower tiers; a new one should not wait for longer than that."""
+_LEAST_MEASURED = 32
+"""Tokens a request in a step from which on the step counts as computing prompts."""
 
 _NOTHING = Orders()
 _NOTHING_IDLE = Orders(idle=True)
@@ -31,7 +37,9 @@ _NOTHING_IDLE = Orders(idle=True)
 class SchedulerHalf:
     """One per engine."""
 
-    def __init__(self, setup: Setup, cache_config: CacheConfig) -> None:
+    def __init__(self, setup: Setup, vllm_config: VllmConfig) -> None:
+        """Raises :class:`kvloft.errors.KVLoftError` where a lower tier can't be opened."""
+        cache_config = vllm_config.cache_config
         arena = setup.make_arena()
         self._mapping = setup.mapping
         self.loft = Loft(
@@ -41,6 +49,8 @@ class SchedulerHalf:
             ranks=setup.ranks,
             resume_interval=setup.options.resume_interval,
             prompt_only=setup.options.offload_prompt_only,
+            tiers=setup.open_tiers(vllm_config),
+            memory=setup.mapping.data.data,
         )
         self._tokens_per_hash = setup.plan.geometry.tokens_per_hash
         self._cache_config = cache_config
@@ -48,6 +58,8 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._loads: list[tuple[str, Job | None]] = []
         self._meter = SchedulerMeter(self.loft)
+        self._step_began = 0.0
+        self._step_prompt_tokens = 0
         logger.info("KVLoft: %s", describe(setup, arena))
 
     def _track(self, request: Request) -> None:
@@ -111,6 +123,8 @@ class SchedulerHalf:
 
     def orders(self, step: SchedulerOutput) -> Orders:
         """What the workers are to copy in this step."""
+        self.loft.step()
+        self._measure(step)
         state = step.kv_connector_block_state
         drafts = step.scheduled_spec_decode_tokens
         offers = state.boundary_state_offloads if state is not None else {}
@@ -137,10 +151,23 @@ class SchedulerHalf:
             if job is not None:
                 stores.append(job)
         idle = not step.total_num_scheduled_tokens
+        if idle:
+            self.loft.pause(_IDLE_WAIT_SECONDS)
         if not (stores or self._loads):
             return _NOTHING_IDLE if idle else _NOTHING
         loads, self._loads = self._loads, []
         return Orders(loads=loads, stores=stores, idle=idle)
+
+    def _measure(self, step: SchedulerOutput) -> None:
+        """How fast the engine computes prompts: the time from one step's orders to the next one's,
+        which is too long where steps overlap or the engine idles, but never by much for long."""
+        now = time.perf_counter()
+        if self._step_prompt_tokens:
+            self.loft.promoter.measured_compute(self._step_prompt_tokens, now - self._step_began)
+        counts = step.num_scheduled_tokens.values()
+        tokens = step.total_num_scheduled_tokens
+        self._step_prompt_tokens = tokens if tokens >= _LEAST_MEASURED * max(1, len(counts)) else 0
+        self._step_began = now
 
     def finished(self, request: Request) -> None:
         """A request has ended in whatever way."""
@@ -168,5 +195,6 @@ class SchedulerHalf:
         return self._meter.take()
 
     def close(self) -> None:
-        """Let go of the mapping."""
+        """End what lower tiers do and let go of the mapping. Idempotent."""
+        self.loft.close()
         self._mapping.close()

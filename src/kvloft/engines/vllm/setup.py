@@ -13,11 +13,16 @@ from kvloft.arena import Arena, choose_slab_bytes
 from kvloft.capacity import capacity
 from kvloft.config import Options, parse_options, size_option
 from kvloft.engines.vllm.geometry import check_servable, kv_dtype, translate
+from kvloft.engines.vllm.identity import check_hash_seed, hash_seed, identity, unread
+from kvloft.engines.vllm.log import logger
 from kvloft.errors import ArenaError
 from kvloft.geometry import Geometry, from_dict
 from kvloft.keys import geometry_digest
+from kvloft.lower import LowerTier
 from kvloft.mapping import SCHEDULER, Mapping, header_bytes
 from kvloft.plan import ChunkPlan
+from kvloft.tiers.base import Namespace
+from kvloft.tiers.disk import DiskTier
 from kvloft.units import format_size
 
 if TYPE_CHECKING:
@@ -33,6 +38,42 @@ class Setup:
     options: Options
     mapping: Mapping
     ranks: int
+    digest: bytes
+    identity: Dict[str, object]
+
+    def open_tiers(self, vllm_config: VllmConfig) -> list[LowerTier]:
+        """The lower tiers, in order. Raises :class:`kvloft.errors.KVLoftError`; then none is open.
+
+        Only the scheduler's half opens them: one process reads and writes for all ranks.
+        """
+        if not self.options.tiers:
+            return []
+        check_hash_seed(vllm_config)
+        if doubt := unread(self.identity):
+            logger.warning("KVLoft: %s", doubt)
+        seeded = self.digest + hash_seed(vllm_config).encode()
+        namespace = Namespace(
+            digest=xxhash.xxh3_128_digest(seeded),
+            slot_bytes=self.plan.slot_sizes(),
+            has_full=self.plan.full_layout is not None,
+            about={
+                "model": str(vllm_config.model_config.model),
+                "namespace": self.options.namespace or "",
+                "kv_dtype": kv_dtype(vllm_config),
+                "tensor_parallel": str(self.ranks),
+                "tokens_per_chunk": str(self.plan.tokens_per_chunk),
+            },
+        )
+        opened: list[LowerTier] = []
+        try:
+            for options in self.options.tiers:
+                tier = DiskTier(options, namespace, report=_report)
+                opened.append(LowerTier(tier, options.write == "all", options.wait_seconds))
+        except BaseException:
+            for lower in opened:
+                lower.tier.close()
+            raise
+        return opened
 
     def make_arena(self) -> Arena:
         """The allocator of the mapping's memory."""
@@ -50,16 +91,18 @@ def set_up_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Se
     plan = ChunkPlan(geometry, options.tokens_per_chunk)
     _check_capacity(plan, options, geometry.tensor_parallel)
     parallel = vllm_config.parallel_config
+    meaning = _identity(vllm_config, kv_cache_config, options)
+    digest = geometry_digest(plan, meaning)
     note = json.dumps(geometry.to_dict(), separators=(",", ":")).encode()
     mapping = Mapping(
         _name(vllm_config),
         options.cpu_bytes,
         rank=parallel.rank % geometry.tensor_parallel,
         ranks=geometry.tensor_parallel,
-        digest=geometry_digest(plan, _identity(vllm_config, kv_cache_config)),
+        digest=digest,
         note=note,
     )
-    return Setup(plan, options, mapping, geometry.tensor_parallel)
+    return Setup(plan, options, mapping, geometry.tensor_parallel, digest, meaning)
 
 
 def set_up_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
@@ -78,13 +121,15 @@ def set_up_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
         geometry = _read_geometry(note)
         options = parse_options(_extra_config(vllm_config), geometry)
         plan = ChunkPlan(geometry, options.tokens_per_chunk)
-        if not mapping.agree(geometry_digest(plan, _identity(vllm_config, kv_cache_config))):
-            missing = [r for r, digest in enumerate(mapping.attached()) if digest is None]
+        meaning = _identity(vllm_config, kv_cache_config, options)
+        digest = geometry_digest(plan, meaning)
+        if not mapping.agree(digest):
+            missing = [r for r, left in enumerate(mapping.attached()) if left is None]
             raise ArenaError(f"ranks {missing} have not attached; did their start-up fail?")
     except BaseException:
         mapping.close()
         raise
-    return Setup(plan, options, mapping, ranks)
+    return Setup(plan, options, mapping, ranks, digest, meaning)
 
 
 def _read_geometry(note: bytes) -> Geometry:
@@ -113,17 +158,18 @@ def _name(vllm_config: VllmConfig) -> str:
     return xxhash.xxh3_128_hexdigest(f"{engine}/{rank}".encode())
 
 
-def _identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Dict[str, object]:
-    model = vllm_config.model_config
-    return {
-        "model": str(model.model),
-        "revision": str(model.revision),
-        "quantization": str(model.quantization),
-        "kv_dtype": kv_dtype(vllm_config),
-        "layout": kv_cache_config.kv_cache_layout,
-        "hash": vllm_config.cache_config.prefix_caching_hash_algo,
-        "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
-    }
+def _identity(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+) -> Dict[str, object]:
+    persistent = bool(options.tiers)
+    return identity(
+        vllm_config, kv_cache_config, namespace=options.namespace, persistent=persistent
+    )
+
+
+def _report(cause: str, message: str) -> None:
+    """What a tier has to tell; it sees to it that this is not once per request."""
+    logger.warning("KVLoft: %s (%s)", message, cause)
 
 
 def describe(setup: Setup, arena: Arena) -> str:

@@ -16,6 +16,10 @@ Without a connector a ``shared`` pass takes the place of the last: the engine's 
 once, so that requests resume where earlier ones of the same pass left off. Other resume points mean
 other rounding, and both passes together are the measurement behind ``Shape.tolerance``.
 
+A trial of a *restart* takes two processes, one after the other, and a directory for the disk tier:
+the first one reads every prompt and leaves its answers in a file, the second one, whose host memory
+is empty, asks the same and compares (:func:`run_life`).
+
 Requests are sent one by one, so that a time to first token is the request's own, without a queue.
 
 ``python -m kvloft.engines.vllm.trial --shape NAME --cache DIR --json FILE`` runs one trial in this
@@ -327,6 +331,61 @@ def run_trial(
     }
 
 
+def with_disk(path: Path, max_bytes: str = "1GiB", **more: Any) -> dict[str, Any]:
+    """The trial's connector with a disk tier at ``path``; ``more``: options of the tier."""
+    tier = {"type": "disk", "path": str(path), "max_bytes": max_bytes, **more}
+    extra = {**CONNECTOR["kv_connector_extra_config"], "secondary_tiers": [tier]}
+    return {**CONNECTOR, "kv_connector_extra_config": extra}
+
+
+def run_life(
+    shape: Shape,
+    cache: Path,
+    kv_transfer_config: Mapping[str, Any],
+    answers: Path,
+    report: Report = lambda line: None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Run one of the two engines of a restart; return what it did as plain values.
+
+    Args:
+        shape: What to run.
+        cache: Directory that holds checkpoints.
+        kv_transfer_config: The connector, with a tier that outlives this process.
+        answers: Where the first engine leaves its answers; if it is there, this is the second one.
+        report: Told what is being done, one line at a time.
+        overrides: Arguments for ``vllm.LLM`` that replace the trial's.
+    """
+    first = not answers.exists()
+    report("starting the engine" if first else "starting another engine on the same directory")
+    started = time.monotonic()
+    llm = make_engine(shape, cache, kv_transfer_config, **overrides)
+    start_s = time.monotonic() - started
+    prompts = shape_prompts(llm)
+    ask(llm, list(reversed(prompts[-1])), cold=True)
+    report(f"{len(prompts)} requests, {'reading every prompt' if first else 'prefixes from disk'}")
+    if first:
+        done = run_pass(llm, "cold", prompts, cold=True)
+    else:
+        done = run_pass(llm, "restarted", prompts, empty_first=True)
+    close_engine(llm)
+    comparison = None
+    if first:
+        _write(answers, [[o.tokens, o.logprobs] for o in done.outputs])
+    else:
+        cold = [
+            Output(tuple(tokens), tuple({int(t): p for t, p in step.items()} for step in logprobs))
+            for tokens, logprobs in json.loads(answers.read_text())
+        ]
+        comparison = compare(cold, done.outputs, shape.tolerance)
+    return {
+        "shape": shape.name,
+        "engine_start_s": round(start_s, 3),
+        "requests": len(prompts),
+        "passes": {done.name: done.as_json(comparison)},
+    }
+
+
 def run_refusal(cache: Path, tokens: int = 256) -> dict[str, Any]:
     """Start vLLM's own offloading with a ``block_size`` on the mixed model; return what it said.
 
@@ -355,6 +414,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="uniform")
     parser.add_argument("--cache", type=Path, required=True, help="directory for checkpoints")
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
+    parser.add_argument("--disk", type=Path, help="directory for a disk tier: run one of two lives")
+    parser.add_argument("--answers", type=Path, help="what the first life leaves to the second")
     parser.add_argument("--no-connector", action="store_true", help="measure the engine alone")
     parser.add_argument(
         "--refusal",
@@ -367,8 +428,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{PROGRESS}{line}\n")
         sys.stdout.flush()
 
+    if (args.disk is None) != (args.answers is None):
+        parser.error("--disk and --answers go together")
     if args.refusal:
         result = run_refusal(args.cache)
+    elif args.disk is not None:
+        shape, disk = SHAPES[args.shape], with_disk(args.disk)
+        result = run_life(shape, args.cache, disk, args.answers, report)
     else:
         connector = None if args.no_connector else CONNECTOR
         result = run_trial(SHAPES[args.shape], args.cache, connector, report)
@@ -376,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _write(path: Path, result: Mapping[str, Any]) -> None:
+def _write(path: Path, result: Any) -> None:
     """Write the result so that a reader finds all of it or none."""
     handle, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     with os.fdopen(handle, "w") as file:
