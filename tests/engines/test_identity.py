@@ -504,7 +504,7 @@ def test_only_what_outlives_the_engine_reads_files(
     monkeypatch.setattr("kvloft.engines.vllm.identity.weights_identity", None)
     monkeypatch.setattr("kvloft.engines.vllm.identity.kernels_identity", None)
     assert whole(engine(model)) == {
-        "model": str(model), "revision": "None", "quantization": "None", "kv_dtype": "bfloat16",
+        "model": str(model), "revision": "None", "quantization": "None",
         "layout": "LBHNC", "hash": "sha256", "tensor_parallel": 1,
     }  # fmt: skip
 
