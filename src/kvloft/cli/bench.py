@@ -12,6 +12,7 @@ from typing import Any
 BENCHMARKS = {
     "host": "copies between engine pages and host memory, against memcpy",
     "lookup": "look-ups and books of the scheduler's side, against vLLM's own offloading",
+    "disk": "the disk tier, against raw direct I/O and other disk caches",
     "writes": "what is worth writing to disk, on request traces",
     "engine": "vLLM's throughput with the connector and no hits, against vLLM alone",
 }
@@ -34,6 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         one.add_argument(
             "--quick", action="store_true", help="see that it works; the figures mean nothing"
         )
+        if name == "disk":
+            one.add_argument("path", type=Path, metavar="PATH", help="a directory on the disk")
         one.set_defaults(run=run)
 
 
@@ -42,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json not in (None, "-"):
         Path(args.json).touch()  # A wrong path must show now, not after minutes.
     benchmark: Any = importlib.import_module(f"kvloft.bench.{args.benchmark}")
-    result = benchmark.run(quick=args.quick)
+    if args.benchmark == "disk":
+        result = benchmark.run(args.path, quick=args.quick)
+    else:
+        result = benchmark.run(quick=args.quick)
     text = json.dumps(result, indent=1)
     if args.json == "-":
         print(text)

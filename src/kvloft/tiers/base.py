@@ -4,7 +4,8 @@ No call blocks, whatever the medium does: what takes time answers with a future,
 place means that the tier's queue is full, nothing has been taken on, and the caller is to go on
 without (a store) or try again later (a load). A tier never raises from these calls and its futures
 hold no exceptions: a cache that fails is a cache that misses, so everything ends as an
-:class:`Outcome`. Futures are done in any order, on any thread.
+:class:`Outcome`. Futures are done in any order, on any thread; they can't be cancelled, since the
+buffer behind one is in use until it is done.
 
 A tier belongs to one *namespace*: the digest of everything that gives the bytes of a chunk their
 meaning. Chunks of other namespaces in the same place can't be seen through it.
@@ -59,7 +60,8 @@ class Outcome(Enum):
     MISSING = "missing"
     """A get: not there, or not any more."""
     DAMAGED = "damaged"
-    """A get: torn, foreign, short, long or corrupt; it is removed. The buffer holds rubbish."""
+    """A get: torn, foreign, short, long or corrupt; it is removed, and what depends on it. The
+    buffer holds rubbish."""
     REFUSED = "refused"
     """A put: no room could be made within the limit."""
     LATE = "late"
@@ -73,6 +75,8 @@ class TierStats:
     """A snapshot; totals are since the tier was opened, by this process alone."""
 
     limit_bytes: int
+    """Of whatever is in the place, all namespaces included; one that was lowered holds from the
+    next opening on."""
     used_bytes: int
     """What the tier takes of its limit now, all namespaces and processes included."""
     chunks: int
@@ -111,10 +115,11 @@ class Tier(Protocol):
     ) -> Future[Outcome] | None:
         """Keep a copy of ``data[:chunk.nbytes]``; ``None`` if the queue is full.
 
-        ``data`` is the whole slot, ``page_aligned(chunk.nbytes)`` bytes. It belongs to the tier
+        ``data`` is the whole slot, ``page_aligned(chunk.nbytes)`` bytes, best at an address that
+        is a multiple of a page: then nothing has to be copied. It belongs to the tier
         until the future is done; its bytes beyond the chunk's may be overwritten. DONE means that
         every later get, by any process, finds all of the chunk or nothing of it; a chunk that is
-        there already is DONE at once. To keep the tier prefix-closed, a full chunk goes to REFUSED
+        there already is DONE at once, whatever the queue. To keep the tier prefix-closed, a full chunk goes to REFUSED
         if its parent is neither held nor put before it and not yet done; so do window and state
         chunks with the full chunk of their own key, in a namespace that has full chunks.
         ``deadline`` is a time of ``time.monotonic()``: a put that has not begun by then is LATE.
@@ -127,7 +132,7 @@ class Tier(Protocol):
 
         ``into`` is a whole slot like a put's ``data`` and belongs to the tier until the future is
         done, the deadline notwithstanding. DONE means that the bytes are, verified, those that were
-        put. Gets go before puts.
+        put. Gets go before puts; the queue that may be full is their own. A get is a use.
         """
 
     def contains(
