@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvloft.arena import Arena, ClassUse
@@ -117,6 +117,7 @@ class Loft:
         prompt_only: bool = True,
         tiers: Sequence[LowerTier] = (),
         memory: memoryview | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``tiers``: the quickest first; they belong to the loft from now on (:meth:`close`), and
         read from and write to ``memory``, the arena's."""
@@ -127,7 +128,7 @@ class Loft:
         bytes_of = memory if memory is not None else memoryview(b"")
         self._shelves = [Shelf(lower, self.catalog) for lower in tiers]
         self._writers = [Writer(shelf, self.catalog, bytes_of) for shelf in self._shelves]
-        self.promoter = Promoter(self._shelves, self.catalog, bytes_of, self._publish)
+        self.promoter = Promoter(self._shelves, self.catalog, bytes_of, self._publish, clock)
         self._arena = arena
         self._ranks = ranks
         self._resume_interval = resume_interval

@@ -53,7 +53,7 @@ def wait_for(process: subprocess.Popen[str], word: str) -> None:
 # --- restarts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["uniform", "gemma4", "qwen3next", "llama4"])
+@pytest.mark.parametrize("name", ["uniform", "gemma4", "qwen3next"])
 def test_a_new_engine_restores_from_disk(name: str, cache: Path, tmp_path: Path) -> None:
     run(f"life_{name}", cache, tmp_path)
     passed = run(f"life_{name}", cache, tmp_path)["passes"]["restarted"]
@@ -94,7 +94,8 @@ def test_two_engines_share_one_directory(cache: Path, tmp_path: Path) -> None:
     try:
         wait_for(first, "ready")
         second = start("until_told", cache, tmp_path)
-        deadline = time.monotonic() + 40
+        wait_for(second, "ready")
+        deadline = time.monotonic() + 15
         while time.monotonic() < deadline:
             sizes.append(size_of(tmp_path / "disk"))
             time.sleep(0.02)
@@ -111,9 +112,10 @@ def test_two_engines_share_one_directory(cache: Path, tmp_path: Path) -> None:
     assert max(sizes) > limit / 2
     for result in results:
         assert result["agrees"]
-        assert result["restored"] > 0
-    # The second engine has found what the first one had written.
-    assert results[1]["promoted"] > 0
+        assert result["promoted"] > 0
+    # The second engine has computed none of it before it found it.
+    assert (results[0]["first"], results[1]["first"]) == (True, False)
+    assert results[1]["restored"][0] > 0
 
 
 def test_other_weights_under_the_same_path_miss(cache: Path, tmp_path: Path) -> None:

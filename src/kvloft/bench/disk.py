@@ -126,6 +126,7 @@ def _transfers(folder: Path, memory: _Memory, size: int, rounds: int) -> Result:
         note("raw_load", _threads(count, read))
         os.close(fd)
         raw.unlink()
+        os.sync()  # What removing it costs must not be paid for by the other side.
 
         # Room for all chunks and the files around them: a second set pushes out the first.
         limit = count * (size + PAGE_BYTES) * 103 // 100 + (8 << 20)
@@ -143,6 +144,7 @@ def _transfers(folder: Path, memory: _Memory, size: int, rounds: int) -> Result:
         )
         tier.close()
         shutil.rmtree(place)
+        os.sync()
         if not same:
             raise RuntimeError("what was read is not what was written")
     gbps = {name: round(count * size / median(s) / 1e9, 3) for name, s in seconds.items()}
@@ -163,34 +165,27 @@ def _chunks(size: int, count: int, generation: int) -> Iterator[Chunk]:
 
 
 def _put(tier: DiskTier, memory: _Memory, size: int, count: int, generation: int) -> float:
-    return _all(
-        (
-            lambda c=chunk, at=at: tier.put(c, memory.source[at : at + size])
-            for chunk, at in zip(
-                _chunks(size, count, generation), range(0, count * size, size), strict=True
-            )
-        )
-    )
+    return _all(tier.put, memory.source, size, count, generation)
 
 
 def _get(tier: DiskTier, memory: _Memory, size: int, count: int, generation: int) -> float:
-    return _all(
-        (
-            lambda c=chunk, at=at: tier.get(c, memory.target[at : at + size])
-            for chunk, at in zip(
-                _chunks(size, count, generation), range(0, count * size, size), strict=True
-            )
-        )
-    )
+    return _all(tier.get, memory.target, size, count, generation)
 
 
-def _all(calls: Iterator[Callable[[], Future[Outcome] | None]]) -> float:
-    """Seconds until every call has been taken on and is done."""
+def _all(
+    call: Callable[[Chunk, memoryview], Future[Outcome] | None],
+    memory: memoryview,
+    size: int,
+    count: int,
+    generation: int,
+) -> float:
+    """Seconds until every chunk has been taken on and is done."""
     start = time.perf_counter()
-    futures = []
+    futures: list[Future[Outcome]] = []
     waiting = 0
-    for call in calls:
-        while (future := call()) is None:
+    for index, chunk in enumerate(_chunks(size, count, generation)):
+        part = memory[index * size : (index + 1) * size]
+        while (future := call(chunk, part)) is None:
             futures[waiting].result()
             waiting += 1
         futures.append(future)

@@ -14,7 +14,6 @@ quicker: then the request goes on with what host memory has.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -122,7 +121,7 @@ class Promoter:
         catalog: Catalog,
         memory: memoryview,
         publish: Callable[[Store], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         """``memory``: the arena's. ``publish`` ends a store that has no copies, in its turn."""
         self.counters = PromotionCounters()

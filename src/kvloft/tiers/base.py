@@ -119,9 +119,10 @@ class Tier(Protocol):
         is a multiple of a page: then nothing has to be copied. It belongs to the tier
         until the future is done; its bytes beyond the chunk's may be overwritten. DONE means that
         every later get, by any process, finds all of the chunk or nothing of it; a chunk that is
-        there already is DONE at once, whatever the queue. To keep the tier prefix-closed, a full chunk goes to REFUSED
-        if its parent is neither held nor put before it and not yet done; so do window and state
-        chunks with the full chunk of their own key, in a namespace that has full chunks.
+        there already is DONE at once, whatever the queue. To keep the tier prefix-closed, a full
+        chunk goes to REFUSED if its parent is neither held nor put before it and not yet done; so
+        do window and state chunks with the full chunk of their own key, in a namespace that has
+        full chunks.
         ``deadline`` is a time of ``time.monotonic()``: a put that has not begun by then is LATE.
         """
 

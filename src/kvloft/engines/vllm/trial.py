@@ -371,19 +371,28 @@ def run_life(
     close_engine(llm)
     comparison = None
     if first:
-        _write(answers, [[o.tokens, o.logprobs] for o in done.outputs])
+        leave_answers(answers, done)
     else:
-        cold = [
-            Output(tuple(tokens), tuple({int(t): p for t, p in step.items()} for step in logprobs))
-            for tokens, logprobs in json.loads(answers.read_text())
-        ]
-        comparison = compare(cold, done.outputs, shape.tolerance)
+        comparison = compare(read_answers(answers), done.outputs, shape.tolerance)
     return {
         "shape": shape.name,
         "engine_start_s": round(start_s, 3),
         "requests": len(prompts),
         "passes": {done.name: done.as_json(comparison)},
     }
+
+
+def leave_answers(file: Path, done: Pass) -> None:
+    """Write what a pass has produced, for another process to compare with."""
+    _write(file, [[o.tokens, o.logprobs] for o in done.outputs])
+
+
+def read_answers(file: Path) -> list[Output]:
+    """What :func:`leave_answers` has written."""
+    return [
+        Output(tuple(tokens), tuple({int(t): p for t, p in step.items()} for step in logprobs))
+        for tokens, logprobs in json.loads(file.read_text())
+    ]
 
 
 def run_refusal(cache: Path, tokens: int = 256) -> dict[str, Any]:
