@@ -24,7 +24,8 @@ def geometry_digest(plan: ChunkPlan, identity: Mapping[str, object]) -> bytes:
     store. xxh3-128 of canonical JSON.
     """
     geometry = plan.geometry.to_dict()
-    geometry.pop("source", None)
+    for name in ("name", "model", "source"):  # Whatever a model is called, its bytes are the same.
+        geometry.pop(name, None)
     record = {
         "format": FORMAT_VERSION,
         "geometry": geometry,

@@ -394,6 +394,8 @@ def _vanish(disk: Path) -> Callable[[], None]:
 @scenario
 def refusals(cache: Path, folder: Path) -> Result:
     """Disks that make no sense end the start-up with a reason and leave nothing behind."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
     file = folder / "file"
     file.write_text("x")
     cases = {
@@ -408,6 +410,8 @@ def refusals(cache: Path, folder: Path) -> Result:
             close_engine(make_engine(SHAPES["gemma4"], cache, connector))
         except Exception as error:
             out[name] = f"{type(error).__name__}: {error}"
+            # An engine that fails this late leaves its worker's half behind in the process.
+            ensure_kv_transfer_shutdown()
         else:
             out[name] = ""
     return {"errors": out, "shared_memory": [p.name for p in Path("/dev/shm").glob("kvloft-*")]}

@@ -1,0 +1,745 @@
+"""The store: what many processes share, one locked operation at a time, without any threads.
+
+The index (:mod:`kvloft.tiers.disk.view`) is what this process believes. Every operation first
+brings it up to date under the lock, and still nothing that matters hangs on it: before a slot is
+used again its record is read and compared, and a chunk that has been read tells by itself whether
+it is the one that was asked for. An index that turns out wrong is thrown away and read anew. So a
+bug in it, a damaged table or somebody's rude ``rm`` costs hits, never bytes.
+
+Reading takes no lock. If a slot is given to another chunk meanwhile, what has been read does not
+match, and the chunk is simply not there any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import xxhash
+
+from kvloft.tiers.base import Chunk, Outcome
+from kvloft.tiers.disk import control
+from kvloft.tiers.disk.control import RING, WHOLE, Change, LockedError, Position, Writer
+from kvloft.tiers.disk.format import (
+    FREE,
+    FREE_RECORD,
+    FULL_CODE,
+    READY,
+    RESERVED,
+    Header,
+    Record,
+    Rows,
+    Segment,
+    chunk_name,
+    good_rows,
+    pack_header,
+    pack_record,
+    unpack_header,
+)
+from kvloft.tiers.disk.room import SPARE_BYTES, Fault, Name, Room, Shield, StaleError
+from kvloft.tiers.disk.segments import Files, Slots
+from kvloft.tiers.disk.session import Session, Tables
+from kvloft.tiers.disk.view import HIDDEN, NONE, View
+from kvloft.units import PAGE_BYTES
+
+FOLDER = "kvloft-1"
+"""Everything is in this folder of the path that the user gives; nothing else there is touched."""
+_WORTHLESS = 1
+"""The time of last use of what is to go first."""
+_TOUCH_SECONDS = 60
+"""How precisely the disk knows when a chunk was last used."""
+_MAX_HINTS = 1 << 16
+_ABOUT_CHARS = 300
+_TRIES = 3
+
+_T = TypeVar("_T")
+
+
+class Place(NamedTuple):
+    """Where a chunk lies."""
+
+    segment: Segment
+    slot: int
+
+
+class Want(NamedTuple):
+    """A chunk that is to be put."""
+
+    record: Record
+    """As it is to be while the slot is reserved."""
+    stride: int
+    parent_comes: bool
+    """What it rests on need not be there before it is published."""
+
+
+def _ignore(_cause: str, _message: str) -> None:
+    pass
+
+
+class Store:
+    """One process's access to a store. All methods may be called from any thread.
+
+    ``path``: the directory that the user has named. ``limit``: bytes that the store may take in
+    all; without one, no segments are made. ``create``: make what is missing. ``fault``: is told of
+    what goes wrong, from any thread, with the store's mutex held. ``lock_seconds``: how long to
+    wait for others.
+
+    All methods raise ``OSError``, :class:`kvloft.tiers.disk.control.LockedError` among them, unless
+    they say otherwise. Call :meth:`load` before anything else.
+    """
+
+    def __init__(
+        self, path: Path, *, limit: int | None = None, create: bool = False,
+        fault: Fault = _ignore, lock_seconds: float = 2.0,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.folder = path / FOLDER
+        self.limit = limit
+        self.view = View()
+        self.files = Files(self.folder)
+        self.reading: dict[int, Place] = {}
+        """What this process reads just now, by thread."""
+        self.awaited: dict[Name, int] = {}
+        """What puts that are still to come rest on, and how many of them; it is not evicted."""
+        self._writers = self.folder / "writers"
+        self._names = self.folder / "names"
+        self._control = f"{self.folder}/control"
+        self.room = Room(self.files, self._writers, limit, fault)
+        self._fault = fault
+        self._lock_seconds = lock_seconds
+        self._mutex = threading.Lock()
+        self._known: Position | None = None
+        """What the view corresponds to; ``None``: it has to be read anew."""
+        self._writer: Writer | None = None
+        self._mine: set[tuple[int, int]] = set()
+        """Segment numbers and slots that this process has reserved and still writes."""
+        self._hints: deque[tuple[Name, bool]] = deque(maxlen=_MAX_HINTS)
+        """Chunks that have been touched (True) or demoted."""
+        self._stamps: dict[Place, int] = {}
+        """Times of last use that are still to be written."""
+        self._condemned: dict[Place, Name] = {}
+        """Damaged chunks that are still to be removed."""
+        self._dirty_seen = False
+        if create:
+            for folder in (self.path, self.folder, self._writers, self._names):
+                folder.mkdir(mode=0o700, parents=folder is self.path, exist_ok=True)
+
+    # ---------------------------------------------------------------- coming and going
+
+    def load(self) -> None:
+        """Read all tables, and mend what a crash or worse has left."""
+        self.change(lambda session: None)
+
+    def join(self, digest: bytes, about: Mapping[str, str]) -> int:
+        """Become one of those who write; the number that goes into this process's reservations.
+
+        Says what the namespace is for people who look, and drops segments until the limit holds.
+        """
+        shown = {key: value[:_ABOUT_CHARS] for key, value in about.items()}
+        text = json.dumps({**shown, "digest": digest.hex()}, indent=1).encode()
+
+        def work(session: Session) -> int:
+            if self._writer is None:
+                self._writer = Writer(self._writers)
+            self.room.free_reserved(self.view, session, control.live_writers(self._writers))
+            limit = self.limit
+            if limit is not None:
+                self.room.shrink(self.view, session, limit)
+            if limit is None or self.room.measure(self.view) + len(text) + SPARE_BYTES <= limit:
+                target = self._names / f"{digest.hex()}.json"
+                _write_small(target, text)
+            return self._writer.number
+
+        return self.change(work)
+
+    def leave(self) -> None:
+        """Release what is reserved and stop being a writer. Others find out by themselves if this
+        can't be done."""
+        if self._writer is not None:
+            self._mine.clear()
+            with contextlib.suppress(OSError):
+                self.release([])
+            self._writer.close()
+            self._writer = None
+
+    # ---------------------------------------------------------------- under the lock
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[Session]:
+        deadline = time.monotonic() + self._lock_seconds
+        if not self._mutex.acquire(timeout=self._lock_seconds):
+            raise LockedError("this process is still busy with the store")
+        try:
+            left = max(0.0, deadline - time.monotonic())
+            with control.locked(self._control, left) as fd:
+                session = None
+                try:
+                    session = self._begin(fd)
+                    yield session
+                    session.finish()
+                    self._known = session.position
+                except BaseException:
+                    self._known = None
+                    raise
+                finally:
+                    if session is not None:
+                        session.close()
+        finally:
+            self._mutex.release()
+
+    def change(self, work: Callable[[Session], _T]) -> _T:
+        """What ``work`` returns, done under the lock with the view up to date.
+
+        It may be called again after :class:`StaleError`, which it may raise.
+        """
+        for _ in range(_TRIES):
+            try:
+                with self._session() as session:
+                    return work(session)
+            except StaleError:
+                continue
+        raise OSError(errno.EIO, "the tables do not stay as they have been read")
+
+    def _begin(self, fd: int) -> Session:
+        """Bring the view up to date."""
+        position = control.read_position(fd)
+        if position is None or position.dirty:
+            found, _ = self.files.found()
+            following = max((s.number + 1 for s in found), default=0)
+            if position is not None:
+                following = max(following, position.next_segment)
+            position, self._known = control.start_epoch(fd, following), None
+        session = Session(self.files, fd, position)
+        known, changes = self._known, None
+        if known is not None and known.epoch == position.epoch:
+            changes = control.read_changes(fd, known.sequence, position.sequence)
+        try:
+            if changes is None:
+                self._reload(session)
+            else:
+                try:
+                    self._apply(changes, session.tables)
+                except StaleError:
+                    self._reload(session)
+            self._known = position
+            self._take_hints()
+            for place, used in list(self._stamps.items()):
+                if used == _WORTHLESS:  # Else it would look as if another process had used it.
+                    session.tables.stamp(*place, used)
+                    del self._stamps[place]
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    # ---------------------------------------------------------------- bringing the view up to date
+
+    def peek(self) -> None:
+        """Learn what others have changed, without the lock."""
+        if not self._mutex.acquire(timeout=self._lock_seconds):
+            return
+        try:
+            fd = os.open(self._control, os.O_RDONLY | control.FLAGS)
+            try:
+                self._peek(fd)
+            finally:
+                os.close(fd)
+            self._take_hints()
+        except FileNotFoundError:
+            self._known = None
+            if not self.folder.exists():
+                self.view = View()
+                self._fault("vanished", f"{self.folder} is gone; nothing is kept or found any more")
+        finally:
+            self._mutex.release()
+
+    def _peek(self, fd: int) -> None:
+        position, known, changes = control.read_position(fd), self._known, None
+        if position is None or position.dirty:
+            return
+        if known is not None and known.epoch == position.epoch:
+            changes = control.read_changes(fd, known.sequence, position.sequence)
+            after = control.read_position(fd)
+            if (
+                after is None
+                or after.epoch != known.epoch
+                or after.sequence > known.sequence + RING
+            ):
+                changes = None  # Overwritten while it was being read.
+        self._known = None
+        if changes is None:
+            self._reload(None)
+        else:
+            with contextlib.closing(Tables(self.files)) as tables:
+                try:
+                    self._apply(changes, tables)
+                except (StaleError, FileNotFoundError):
+                    return
+        # What is changed from here on comes with the next sequence numbers, at worst once more.
+        self._known = position
+
+    def _reload(self, session: Session | None) -> None:
+        """Read all tables; with a session, mend them too."""
+        segments, leftovers = self.files.found()
+        if session is not None:
+            self._tidy(session, segments, leftovers)
+        view = View()
+        gone = view.load(self._tables(segments, session))
+        if session is not None:
+            for slot_id in gone:
+                session.write(*view.place(slot_id), FREE_RECORD)
+            alive = control.live_writers(self._writers)
+            if self._writer is not None:
+                alive.discard(self._writer.number)
+            keep = {view.id_at(*place) for place in list(self._mine)}
+            dead = {i: w for i, w in view.reserved.items() if w not in alive and i not in keep}
+            for slot_id in dead:
+                session.write(*view.place(slot_id), FREE_RECORD)
+                view.release(slot_id)
+        for place in list(self._condemned):
+            if (slot_id := view.id_at(place.segment.number, place.slot)) != NONE:
+                self._hide(view, slot_id)
+        self.view = view
+
+    def _tidy(self, session: Session, segments: Sequence[Segment], leftovers: list[str]) -> None:
+        if leftovers:
+            session.begin()
+            self.files.unlink(leftovers)
+            if any(name.endswith(".seg") for name in leftovers):
+                self._fault(
+                    "short",
+                    f"a file in {self.folder} was shorter than its name says and has been removed; "
+                    "if no engine has been killed lately, check the file system",
+                )
+        for segment in segments:
+            if self.files.trim(segment):
+                self._fault("long", f"a file in {self.folder} was longer than its name says; cut")
+
+    def _tables(
+        self, segments: Iterable[Segment], session: Session | None
+    ) -> Iterator[tuple[Segment, Rows]]:
+        for segment in segments:
+            rows = self.files.table(segment)
+            if session is not None:
+                good = good_rows(rows, segment.number)
+                if not good.all():
+                    self._mend(session, segment, rows, (~good).nonzero()[0].tolist())
+            yield segment, rows
+
+    def _mend(self, session: Session, segment: Segment, rows: Rows, slots: Iterable[int]) -> None:
+        """Write damaged records anew after what the slots' own pages say."""
+        reader = Slots(self.files)
+        for slot in slots:
+            self._fault(
+                "record",
+                f"a record in {segment.table_name} is damaged; it is made anew from the chunk, or "
+                "given up. Check the device",
+            )
+            header = None
+            if reader.read_page(segment, slot) == PAGE_BYTES:
+                header = unpack_header(reader.page)
+            record = FREE_RECORD
+            if header is not None and lies_at(header, segment, slot):
+                record = header.record(header.created)
+            session.write(segment, slot, record)
+            rows[slot] = np.frombuffer(pack_record(record, segment.number, slot), np.uint8)
+        reader.close()
+
+    def _apply(self, changes: Sequence[Change], tables: Tables) -> None:
+        """Read the records that have changed. Raises :class:`StaleError` if that is not enough."""
+        view = self.view
+        if any(slot == WHOLE for _, slot in changes):
+            self._apply_segments(view)
+        todo = {view.id_at(number, slot) for number, slot in changes if slot != WHOLE} - {NONE}
+        records: dict[int, Record] = {}
+        while todo:
+            slot_id = todo.pop()
+            record = tables.read(*view.place(slot_id))
+            if record is None:
+                raise StaleError
+            if _agrees(view, slot_id, record):
+                view.set_used(slot_id, record.used)
+            else:
+                records[slot_id] = record
+                todo |= _forget(view, slot_id) - records.keys()
+        for slot_id, record in sorted(
+            records.items(), key=lambda item: (item[1].code != FULL_CODE, item[1].depth)
+        ):
+            if record.state == FREE:
+                continue
+            parent = view.support(record)
+            if record.state == RESERVED:
+                view.reserve(slot_id, record, NONE if parent is None else parent)
+            elif parent is not None and view.find(record.digest, record.name) == NONE:
+                view.publish(slot_id, record, parent)
+            # Else it stays free in the view; who takes it for that will find that it is not, and
+            # read all anew.
+
+    def _apply_segments(self, view: View) -> None:
+        found, _ = self.files.found()
+        there = {segment.number: segment for segment in found}
+        for number in view.extents.keys() - there.keys():
+            extent = view.extents[number]
+            for slot_id in range(extent.base, extent.base + extent.segment.slots):
+                _forget(view, slot_id)
+            view.drop_segment(number)
+        for number in sorted(there.keys() - view.extents.keys()):
+            view.add_segment(there[number])
+
+    def _take_hints(self) -> None:
+        now, view = int(time.time()), self.view
+        while self._hints:
+            (digest, name), touched = self._hints.popleft()
+            slot_id = view.find(digest, name)
+            if slot_id == NONE:
+                continue
+            used = view.used[slot_id]
+            if not touched:
+                view.demote(slot_id)
+                self._stamps[Place(*view.place(slot_id))] = _WORTHLESS
+                continue
+            view.touch(slot_id)
+            if now - used >= _TOUCH_SECONDS:
+                view.set_used(slot_id, now)
+                self._stamps[Place(*view.place(slot_id))] = now
+
+    # ---------------------------------------------------------------- puts
+
+    def reserve(self, wants: Sequence[Want]) -> list[Place | Outcome]:
+        """A place for each chunk; DONE where it is there already, REFUSED where there is no room
+        or what it rests on is missing. Every place must be published or released."""
+
+        taken: set[tuple[int, int]] = set()
+
+        def work(session: Session) -> list[Place | Outcome]:
+            view = self.view
+            places: list[Place | Outcome] = []
+            self._mine -= taken  # Of a try before, whose changes have been undone.
+            taken.clear()
+            busy = [view.id_at(p.segment.number, p.slot) for p in list(self.reading.values())]
+            shield = Shield(busy, self.awaited)
+            for want in wants:
+                record = want.record
+                if view.find(record.digest, record.name) != NONE:
+                    places.append(Outcome.DONE)
+                    continue
+                parent = view.support(record)
+                slot_id = NONE
+                if parent is not None or want.parent_comes:
+                    slot_id = self.room.take(view, session, want.stride, shield)
+                if slot_id == NONE:
+                    places.append(Outcome.REFUSED)
+                    continue
+                place = Place(*view.place(slot_id))
+                session.write(*place, record)
+                view.reserve(slot_id, record, NONE if parent is None else parent)
+                places.append(place)
+                taken.add((place.segment.number, place.slot))
+                self._mine.add((place.segment.number, place.slot))
+            return places
+
+        try:
+            return self.change(work)
+        except BaseException:
+            self._mine -= taken
+            raise
+
+    def write(
+        self, place: Place, record: Record, key: bytes, data: memoryview, slots: Slots
+    ) -> Record:
+        """Write a chunk into the slot reserved for it; its record as it is to be published.
+
+        ``data`` is the whole slot; what lies beyond the chunk's bytes becomes zeros.
+        """
+        data[record.nbytes :] = bytes(len(data) - record.nbytes)
+        payload = xxhash.xxh3_64_intdigest(data)
+        header = Header(
+            record.rests, record.writer, record.digest, record.code, record.depth, record.parent,
+            record.nbytes, len(data), place.segment.number, place.slot, payload, record.created,
+            key,
+        )  # fmt: skip
+        pack_header(slots.page, header)
+        slots.write(*place, data)
+        return record._replace(state=READY, payload=payload, used=int(time.time()))
+
+    def publish(self, written: Sequence[tuple[Place, Record]]) -> list[Outcome]:
+        """Let chunks be found that have been written whole, those before others that rest on them.
+
+        ``written`` has each one's record as it is to be from now on. DONE, also if another process
+        has been faster; REFUSED if what it rests on is gone; FAILED if the reservation is. None of
+        the places is reserved afterwards, unless this raises.
+        """
+
+        def work(session: Session) -> list[Outcome]:
+            return [self._publish(session, place, record) for place, record in written]
+
+        outcomes = self.change(work)
+        self._mine.difference_update((p.segment.number, p.slot) for p, _ in written)
+        return outcomes
+
+    def _publish(self, session: Session, place: Place, record: Record) -> Outcome:
+        view = self.view
+        slot_id = view.id_at(place.segment.number, place.slot)
+        if view.reserved.get(slot_id) != record.writer or view.name(slot_id) != record.name:
+            return Outcome.FAILED
+        outcome = Outcome.DONE
+        parent = view.support(record)
+        if parent is None:
+            outcome = Outcome.REFUSED
+        elif view.find(record.digest, record.name) == NONE:
+            session.write(*place, record)
+            view.publish(slot_id, record, parent)
+            return outcome
+        session.write(*place, FREE_RECORD)
+        view.release(slot_id)
+        return outcome
+
+    def release(self, places: Iterable[Place]) -> None:
+        """Give up reservations, and all that this process has forgotten to give up."""
+        self._mine.difference_update((p.segment.number, p.slot) for p in places)
+        own = self._writer.number if self._writer is not None else 0
+
+        def work(session: Session) -> None:
+            view = self.view
+            keep = {view.id_at(*place) for place in list(self._mine)}
+            for slot_id in [i for i, w in view.reserved.items() if w == own and i not in keep]:
+                session.write(*view.place(slot_id), FREE_RECORD)
+                view.release(slot_id)
+
+        self.change(work)
+
+    # ---------------------------------------------------------------- gets
+
+    def find(self, digest: bytes, name: bytes) -> Place | None:
+        """Where a chunk is, as far as is known. Takes no lock and raises nothing."""
+        view = self.view
+        slot_id = view.find(digest, name)
+        if slot_id == NONE:
+            return None
+        try:
+            return Place(*view.place(slot_id))
+        except KeyError:  # It is just being dropped.
+            return None
+
+    def read(
+        self, digest: bytes, chunk: Chunk, into: memoryview, slots: Slots
+    ) -> tuple[Outcome, str]:
+        """Fill ``into``, the whole slot, with a chunk; DONE, MISSING, or DAMAGED with its cause."""
+        name = Name(digest, chunk_name(chunk.key, chunk.code))
+        for _ in range(2):
+            if (place := self.find(*name)) is None:
+                return Outcome.MISSING, ""
+            thread = threading.get_ident()
+            self.reading[thread] = place
+            try:
+                got = slots.read(*place, into)
+            except FileNotFoundError:
+                self._known = None  # Whoever has removed it, what is known of the store is void.
+            else:
+                if (cause := _flaw(digest, chunk, place, slots.page, into, got)) is None:
+                    self._hints.append((name, True))
+                    return Outcome.DONE, ""
+                if (record := self._record(place)) is not None and (
+                    record.state, record.digest, record.name
+                ) == (READY, *name):  # fmt: skip
+                    header = unpack_header(slots.page)
+                    if cause == "checksum" and header and header.payload != record.payload:
+                        cause = "torn"
+                    self.condemn(place, name)
+                    return Outcome.DAMAGED, cause
+            finally:
+                self.reading.pop(thread, None)
+            self.peek()  # It has gone, or has moved.
+        return Outcome.MISSING, ""
+
+    def _record(self, place: Place) -> Record | None:
+        with contextlib.closing(Tables(self.files)) as tables:
+            try:
+                return tables.read(*place)
+            except FileNotFoundError:
+                return None
+
+    def still_there(self, names: Iterable[Name]) -> list[bool]:
+        """Whether chunks are there, by their records on disk."""
+        self.peek()
+        out = []
+        with contextlib.closing(Tables(self.files)) as tables:
+            for name in names:
+                record = None
+                if (place := self.find(*name)) is not None:
+                    with contextlib.suppress(FileNotFoundError):
+                        record = tables.read(*place)
+                out.append(
+                    record is not None
+                    and (record.state, record.digest, record.name) == (READY, *name)
+                )
+        return out
+
+    # ---------------------------------------------------------------- hints, removal, upkeep
+
+    def hint(self, name: Name, *, touched: bool) -> None:
+        """A chunk was used just now, or is worth less than all others. Takes no lock, nor time."""
+        self._hints.append((name, touched))
+
+    def condemn(self, place: Place, name: Name) -> None:
+        """Let a damaged chunk, and what rests on it, not be found from now on; :meth:`upkeep`
+        removes it."""
+        self._condemned[place] = name
+        if not self._mutex.acquire(timeout=self._lock_seconds):
+            return  # It will only be read in vain again until then.
+        try:
+            slot_id = self.view.id_at(place.segment.number, place.slot)
+            if slot_id != NONE and self.view.find(*name) == slot_id:
+                self._hide(self.view, slot_id)
+        finally:
+            self._mutex.release()
+
+    @staticmethod
+    def _hide(view: View, slot_id: int) -> None:
+        for one in view.subtree(slot_id):
+            if view.state[one] == READY:
+                view.hide(one)
+
+    def remove(self, names: Iterable[Name]) -> int:
+        """Remove chunks and what rests on them; how many have gone."""
+
+        def work(session: Session) -> int:
+            view, gone = self.view, 0
+            for name in names:
+                if (slot_id := view.find(*name)) != NONE:
+                    gone += self.room.remove(view, session, slot_id)
+            return gone
+
+        names = list(names)
+        return self.change(work) if names else 0
+
+    def upkeep(self) -> None:
+        """What wants to be done about once a second: learn what others have changed, write times of
+        last use, remove what is damaged."""
+        self.peek()
+        self.room.measure_overhead()
+        stamps, self._stamps = self._stamps, {}
+        with contextlib.closing(Tables(self.files, os.O_RDWR)) as tables:
+            for place, used in stamps.items():
+                with contextlib.suppress(FileNotFoundError):
+                    tables.stamp(*place, used)
+        if self._condemned:
+            self.change(self._purge)
+        elif self._is_dirty():
+            self.change(lambda session: None)
+
+    def _purge(self, session: Session) -> None:
+        view = self.view
+        for place, name in list(self._condemned.items()):
+            slot_id = view.id_at(place.segment.number, place.slot)
+            if (
+                slot_id != NONE
+                and view.state[slot_id] in (READY, HIDDEN)
+                and view.name(slot_id) == name.name
+            ):
+                self.room.remove(view, session, slot_id)
+            del self._condemned[place]
+
+    def _is_dirty(self) -> bool:
+        """Whether somebody seems to have died in the middle of a change: dirty twice in a row."""
+        fd = os.open(self._control, os.O_RDONLY | control.FLAGS)
+        try:
+            position = control.read_position(fd)
+        finally:
+            os.close(fd)
+        seen, self._dirty_seen = self._dirty_seen, position is None or position.dirty
+        return seen and self._dirty_seen
+
+    def chunks_known(self, digest: bytes) -> Iterator[Chunk]:
+        """A namespace's chunks, parents first, as the index has them; keys in their first 16 bytes.
+
+        Chunks that come or go meanwhile may be missing.
+        """
+        view = self.view
+        ids = view.ids(digest)
+        ids.sort(key=lambda i: (view.depth[i], view.name(i)[16:] != FULL_CODE))
+        for slot_id in ids:
+            name = view.name(slot_id)
+            parent = view.parent_key(slot_id)
+            code = name[16:].rstrip(b"\0").decode("ascii", "replace")
+            yield Chunk(name[:16], code, parent, view.depth[slot_id], view.nbytes[slot_id])
+
+    @property
+    def evicted(self) -> int:
+        """Chunks that have gone to make room."""
+        return self.room.evicted
+
+    @property
+    def used_bytes(self) -> int:
+        """What the store takes, as far as is known; at once."""
+        return self.room.overhead + self.view.total_bytes
+
+
+def lies_at(header: Header, segment: Segment, slot: int) -> bool:
+    """Whether a header belongs to this slot."""
+    return (header.segment, header.slot, header.slot_bytes) == (
+        segment.number, slot, segment.slot_bytes,
+    ) and header.nbytes <= segment.slot_bytes  # fmt: skip
+
+
+def _flaw(
+    digest: bytes, chunk: Chunk, place: Place, page: memoryview, data: memoryview, got: int
+) -> str | None:
+    """Why what has been read is not the chunk; ``None`` if it is."""
+    if got < place.segment.stride:
+        return "short"
+    if (header := unpack_header(page)) is None:
+        return "header"
+    code = chunk_name(chunk.key, chunk.code)[16:]
+    if not lies_at(header, *place) or (header.digest, header.key, header.code) != (
+        digest, chunk.key, code,
+    ):  # fmt: skip
+        return "foreign"
+    if header.nbytes != chunk.nbytes:
+        return "short" if header.nbytes < chunk.nbytes else "long"
+    if header.payload != xxhash.xxh3_64_intdigest(data):
+        return "checksum"
+    return None
+
+
+def _agrees(view: View, slot_id: int, record: Record) -> bool:
+    """Whether the view has what a record says."""
+    state = view.state[slot_id]
+    if (READY if state == HIDDEN else state) != record.state:
+        return False
+    if record.state == RESERVED and view.reserved[slot_id] != record.writer:
+        return False
+    return record.state == FREE or (
+        view.name(slot_id) == record.name and view.digest(slot_id) == record.digest
+    )
+
+
+def _forget(view: View, slot_id: int) -> set[int]:
+    """Take a slot and what rests on it for free; the ids of those that are something else."""
+    forgotten = set()
+    for one in reversed(view.subtree(slot_id)):
+        if view.state[one] != FREE:
+            forgotten.add(one)
+            view.release(one)
+    return forgotten
+
+
+def _write_small(path: Path, text: bytes) -> None:
+    """Replace a small file that is only for people."""
+    fresh = path.with_suffix(".tmp")
+    fresh.unlink(missing_ok=True)
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | control.FLAGS, 0o600)
+    try:
+        os.write(fd, text)
+    finally:
+        os.close(fd)
+    fresh.replace(path)

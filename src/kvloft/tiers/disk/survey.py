@@ -1,0 +1,726 @@
+"""What is in a store and what is wrong with it, for people, beside engines that go on using it.
+
+Everything here only reads, without the store's lock; what changes a store is
+:class:`kvloft.tiers.disk.tools.StoreTools`. So a table may be read while somebody writes a record,
+a segment may go, a chunk may be evicted under a reader's hands. Whatever looks wrong is therefore
+looked at again, and counts only if it is wrong in the same way still.
+
+Nothing in a store is trusted: names are for people and read with a limit, files are opened without
+following links, and what is no plain file is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvloft.errors import ConfigError
+from kvloft.tiers.disk import control
+from kvloft.tiers.disk.control import FLAGS
+from kvloft.tiers.disk.faults import cause_of
+from kvloft.tiers.disk.format import (
+    COLUMNS,
+    DIGEST_AT,
+    FULL_CODE,
+    NAME_AT,
+    NAME_BYTES,
+    READY,
+    RESERVED,
+    Record,
+    Rows,
+    Segment,
+    good_rows,
+    segment_of,
+    unpack_header,
+    unpack_record,
+)
+from kvloft.tiers.disk.room import Name, Room
+from kvloft.tiers.disk.segments import Files, Slots, aligned
+from kvloft.tiers.disk.session import Session
+from kvloft.tiers.disk.store import FOLDER, lies_at
+from kvloft.tiers.disk.view import NONE, View
+
+CREATED_AT = 88
+"""Where in a record the time lies at which it was written."""
+_LOCK_SECONDS = 2.0
+_LOOKS = 3
+"""How often what looks wrong is looked at."""
+_PAUSE_SECONDS = 0.01
+_ABOUT_BYTES = 64 << 10
+_ABOUT_CHARS = 300
+_NAMES_FILE = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
+_MEDIUM = (errno.EIO, errno.EILSEQ, errno.ENODATA, errno.EUCLEAN)
+"""Errors that one place of a device may have while others are fine."""
+
+_CLASSES = {
+    "f": r"f", "full": r"f", "s": r"s", "state": r"s", "window": r"[wW]\d+", "short": r"w\d+",
+    "whole": r"W\d+",
+}  # fmt: skip
+_AGE = re.compile(r"\s*(\d{1,9})\s*(s|min|m|h|d|w)\s*", re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def locate(path: Path) -> Path:
+    """The directory that has the store in it; ``path`` is that, or the store's own folder.
+
+    Raises :class:`ConfigError` if there is none.
+    """
+    if (path / FOLDER).is_dir():
+        return path
+    for candidate in (path.absolute(), path.resolve()):
+        if candidate.name == FOLDER and candidate.is_dir():
+            return candidate.parent
+    raise ConfigError(
+        f"{str(path)!r} has no store: looked for the directory {str(path / FOLDER)!r}. Name the "
+        f"'path' of a tier of type 'disk', or the {FOLDER!r} in it"
+    )
+
+
+def parse_age(text: str) -> int:
+    """Seconds of text such as ``30m``, ``12h`` or ``7d``; raises ``ValueError``."""
+    if not (match := _AGE.fullmatch(text)):
+        raise ValueError(f"{text[:60]!r} is not an age: write text such as '30m', '12h' or '7d'")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+def class_name(code: str) -> str:
+    """What a person calls a class of chunks."""
+    if code in ("f", "s"):
+        return {"f": "full", "s": "state"}[code]
+    if re.fullmatch(r"[wW]\d+", code, re.ASCII):
+        return f"window {code[1:]}, {'whole' if code[0] == 'W' else 'short'}"
+    return code
+
+
+class Selection:
+    """Which chunks a command is about: all that agree with whatever is given.
+
+    ``model``: a part of the model's name. ``namespace``: the beginning of the digest in
+    hexadecimal. ``code``: a class, by its code or by a readable name. ``unused_since``: not used
+    since then (unix seconds). Raises :class:`ConfigError`.
+    """
+
+    def __init__(
+        self, model: str | None = None, namespace: str | None = None, code: str | None = None,
+        unused_since: float | None = None,
+    ) -> None:  # fmt: skip
+        if namespace is not None and not re.fullmatch(r"[0-9a-fA-F]{1,32}", namespace, re.ASCII):
+            raise ConfigError(
+                f"'--namespace': {namespace[:60]!r} is not the beginning of a namespace: write 1 "
+                "to 32 hexadecimal digits, as 'kvloft store ls' shows them"
+            )
+        if code is not None and code not in _CLASSES and not re.fullmatch(r"[wW]\d{1,3}", code):
+            raise ConfigError(
+                f"'--class': {code[:60]!r} is not a class: write full, state, window, short or "
+                "whole, or the code of one: f, s, w0, W0, w1 …"
+            )
+        self.unused_since = unused_since
+        self._model = None if model is None else model.casefold()
+        self._namespace = "" if namespace is None else namespace.lower()
+        self._code = None if code is None else re.compile(_CLASSES.get(code, code), re.ASCII)
+        self.everything = unused_since is None and model is namespace is code is None
+
+    def names(self, digest: bytes, about: Mapping[str, str]) -> bool:
+        """Whether a namespace is meant."""
+        if self._model is not None and self._model not in about.get("model", "").casefold():
+            return False
+        return digest.hex().startswith(self._namespace)
+
+    def covers(self, code: str) -> bool:
+        """Whether a class is meant."""
+        return self._code is None or self._code.fullmatch(code) is not None
+
+    @property
+    def any_class(self) -> bool:
+        """Whether all classes and ages are meant."""
+        return self._code is None and self.unused_since is None
+
+
+class Table:
+    """The records of one segment, all of them at one time."""
+
+    def __init__(self, segment: Segment, rows: Rows, good: npt.NDArray[np.bool_]) -> None:
+        self.segment = segment
+        self.rows = rows
+        self.good = good
+        columns = rows.view(COLUMNS).reshape(len(rows))
+        self.ready = np.asarray(good & (columns["state"] == READY), dtype=np.bool_)
+        self.reserved = np.asarray(good & (columns["state"] == RESERVED), dtype=np.bool_)
+        self.nbytes = np.where(good, columns["nbytes"], 0)
+        self.created = rows[:, CREATED_AT : CREATED_AT + 4].copy().view("<u4")[:, 0]
+        # The engine lets a chunk go first by the time 1; when it was written is known all the same.
+        self.used = np.maximum(columns["used"], self.created)
+
+    def record(self, slot: int) -> Record | None:
+        """One record; ``None`` if it is damaged."""
+        return unpack_record(self.rows[slot].tobytes(), self.segment.number, slot)
+
+    def kinds(self) -> Iterator[tuple[bytes, bytes, npt.NDArray[np.bool_]]]:
+        """Namespaces and codes (4 bytes) of the chunks, and which slots have them."""
+        slots = np.flatnonzero(self.ready)
+        if not len(slots):
+            return
+        parts = np.concatenate(
+            [
+                self.rows[slots, DIGEST_AT : DIGEST_AT + 16],
+                self.rows[slots, NAME_AT + 16 : NAME_AT + NAME_BYTES],
+            ],
+            axis=1,
+        )
+        found, which = np.unique(
+            np.ascontiguousarray(parts).view("V20").ravel(), return_inverse=True
+        )
+        for index, kind in enumerate(found):
+            mask = np.zeros(len(self.rows), dtype=np.bool_)
+            mask[slots[which == index]] = True
+            raw = bytes(kind)
+            yield raw[:16], raw[16:], mask
+
+
+@dataclass(slots=True)
+class Use:
+    """What some chunks come to."""
+
+    chunks: int = 0
+    nbytes: int = 0
+    """Exact bytes."""
+    slot_bytes: int = 0
+    """What they take in their segments, header pages included."""
+    oldest: int | None = None
+    """Unix seconds: when the one that has not been used for longest was used, or written."""
+    newest: int | None = None
+
+    def add(self, other: Use) -> None:
+        """Count more chunks."""
+        self.chunks += other.chunks
+        self.nbytes += other.nbytes
+        self.slot_bytes += other.slot_bytes
+        for time_, name, pick in ((other.oldest, "oldest", min), (other.newest, "newest", max)):
+            if time_ is not None:
+                mine = getattr(self, name)
+                setattr(self, name, time_ if mine is None else pick(mine, time_))
+
+
+@dataclass(slots=True)
+class Space:
+    """A namespace and what is in it, by class."""
+
+    digest: bytes
+    about: Mapping[str, str]
+    """What an engine has said of it: anything at all may be in there."""
+    use: Use = field(default_factory=Use)
+    classes: dict[str, Use] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Slotted:
+    """The segments with slots of one size."""
+
+    slot_bytes: int
+    """Without the header page."""
+    segments: int = 0
+    nbytes: int = 0
+    """On disk, tables included."""
+    slots: int = 0
+    chunks: int = 0
+    reserved: int = 0
+    """Slots that are being written, or whose writer has died."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """A store at a glance."""
+
+    total_bytes: int
+    """Of all files and directories: what ``max_bytes`` limits."""
+    free_bytes: int
+    """Of the file system, for people without privileges."""
+    chunks: int
+    chunk_bytes: int
+    namespaces: int
+    damaged_records: int
+    leftovers: int
+    """Files that belong to no segment."""
+    writers: int | None
+    """Engines that have the store open; ``None`` if the lock can't be had."""
+    sizes: list[Slotted]
+
+
+class Entry(NamedTuple):
+    """One chunk."""
+
+    digest: bytes
+    key: bytes
+    """16 bytes."""
+    code: str
+    depth: int
+    nbytes: int
+    used: int
+    """Unix seconds; when it was written, if it is to go first."""
+    name: Name
+
+
+class Fault(NamedTuple):
+    """Something that is not as it should be, and where."""
+
+    cause: str
+    """``record``, ``short``, ``header``, ``foreign``, ``torn``, ``checksum`` or ``EIO``."""
+    file: str
+    slot: int
+    entry: Entry | None
+    """The chunk that should be there; ``None`` if that can't be told."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a verification has come."""
+
+    total_bytes: int
+    done_bytes: int = 0
+    chunks: int = 0
+    """That have been read."""
+    gone: int = 0
+    """That have been evicted before they could be read, or meanwhile."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a clean-up would do."""
+
+    leftover_files: int = 0
+    damaged_records: int = 0
+    """Made anew from the chunks' headers, or given up."""
+    orphans: int = 0
+    """Chunks whose parent is missing, or that are there twice."""
+    dead_reservations: int = 0
+    """Slots that killed engines were writing."""
+    stale: list[Name] = field(default_factory=list)
+    """Chunks unused for longer than is wanted; what rests on them is not listed."""
+    unused_chunks: int = 0
+    """Those, with all that rests on them."""
+    shrunk_chunks: int = 0
+    """Chunks that go to reach the size."""
+    segments: int = 0
+    freed_bytes: int = 0
+
+
+class Survey:
+    """A store, seen from outside. ``path`` is the directory that has it in it (:func:`locate`).
+
+    ``OSError`` passes through.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.folder = path / FOLDER
+        self.files = Files(self.folder)
+        self.about = _names(self.folder / "names")
+        self._wanted: dict[tuple[int, bytes], bool] = {}
+
+    def check_folders(self) -> None:
+        """See that a change would stay within the store, and make what is missing.
+
+        Raises :class:`ConfigError`.
+        """
+        for name in ("names", "writers"):
+            folder = self.folder / name
+            if folder.is_symlink():
+                raise ConfigError(f"{str(folder)!r} is a symbolic link; nothing is changed there")
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    # ---------------------------------------------------------------- looking
+
+    def tables(self) -> Iterator[Table]:
+        """All tables, one in memory at a time."""
+        for segment in self.files.found()[0]:
+            if (table := self._table(segment)) is not None:
+                yield table
+
+    def _table(self, segment: Segment) -> Table | None:
+        """A table as it is when nobody writes in it; ``None`` if the segment has gone."""
+        for look in range(_LOOKS):
+            if look:
+                time.sleep(_PAUSE_SECONDS)
+            rows = self.files.table(segment)
+            good = good_rows(rows, segment.number)
+            if good.all():
+                break
+            if not self._is_whole(segment):
+                return None
+        return Table(segment, rows, good)
+
+    def _is_whole(self, segment: Segment) -> bool:
+        return _size(self.folder / segment.data_name) >= segment.data_bytes
+
+    def wanted(self, table: Table, selection: Selection) -> npt.NDArray[np.bool_]:
+        """Which slots hold chunks that are meant."""
+        mask = np.zeros(len(table.rows), dtype=np.bool_)
+        for digest, code, slots in table.kinds():
+            if selection.names(digest, self.about.get(digest, {})) and selection.covers(
+                _code(code)
+            ):
+                mask |= slots
+        if selection.unused_since is not None:
+            mask &= table.used < selection.unused_since
+        return mask
+
+    def spaces(self, selection: Selection) -> list[Space]:
+        """What each namespace has, the one used last first; also those that have nothing left."""
+        found: dict[bytes, Space] = {}
+        if selection.any_class:
+            found = {d: Space(d, a) for d, a in self.about.items() if selection.names(d, a)}
+        for table in self.tables():
+            wanted = self.wanted(table, selection)
+            for digest, code, slots in table.kinds():
+                mask = slots & wanted
+                if not mask.any():
+                    continue
+                space = found.setdefault(digest, Space(digest, self.about.get(digest, {})))
+                count, used = int(mask.sum()), table.used[mask]
+                use = Use(
+                    count, int(table.nbytes[mask].sum()), count * table.segment.stride,
+                    int(used.min()), int(used.max()),
+                )  # fmt: skip
+                space.use.add(use)
+                space.classes.setdefault(_code(code), Use()).add(use)
+        return sorted(found.values(), key=lambda s: (-(s.use.newest or 0), s.digest))
+
+    def entries(self, selection: Selection) -> Iterator[Entry]:
+        """Single chunks, in the order in which they lie on disk."""
+        for table in self.tables():
+            for slot in np.flatnonzero(self.wanted(table, selection)).tolist():
+                if (record := table.record(slot)) is not None:
+                    yield _entry(record)
+
+    def totals(self) -> Totals:
+        """A summary of everything."""
+        sizes: dict[int, Slotted] = {}
+        spaces: set[bytes] = set()
+        damaged = chunk_bytes = 0
+        for table in self.tables():
+            segment = table.segment
+            size = sizes.setdefault(segment.slot_bytes, Slotted(segment.slot_bytes))
+            size.segments += 1
+            size.nbytes += segment.total_bytes
+            size.slots += segment.slots
+            size.chunks += int(table.ready.sum())
+            size.reserved += int(table.reserved.sum())
+            damaged += int((~table.good).sum())
+            chunk_bytes += int(table.nbytes[table.ready].sum())
+            spaces.update(digest for digest, _, _ in table.kinds())
+        system = os.statvfs(self.folder)
+        return Totals(
+            total_bytes=self.files.measure(),
+            free_bytes=system.f_bavail * system.f_frsize,
+            chunks=sum(size.chunks for size in sizes.values()),
+            chunk_bytes=chunk_bytes,
+            namespaces=len(spaces),
+            damaged_records=damaged,
+            leftovers=len(self.files.found()[1]),
+            writers=self._count_writers(),
+            sizes=[sizes[key] for key in sorted(sizes)],
+        )
+
+    def _count_writers(self) -> int | None:
+        """How many engines are alive; ``None`` if that can't be told."""
+        if not (self.folder / "control").is_file():
+            return 0  # No engine has been here, or all that knew of it have been deserted.
+        try:
+            # An engine that is just starting must not find its own sign of life locked.
+            with control.locked(f"{self.folder}/control", _LOCK_SECONDS):
+                return len(control.live_writers(self.folder / "writers", reap=False))
+        except FileNotFoundError:
+            return 0
+        except OSError:
+            return None
+
+    # ---------------------------------------------------------------- verification
+
+    def broken(self, selection: Selection) -> Iterator[Fault]:
+        """What is wrong by the tables alone: records that are damaged, segments that are short."""
+        if selection.everything:  # Else it can't be told whether a record is meant.
+            for table in self.tables():
+                for slot in np.flatnonzero(~table.good).tolist():
+                    yield Fault("record", table.segment.table_name, slot, None)
+        for name in self.files.found()[1]:
+            segment = segment_of(name)
+            if segment is None or name != segment.data_name:
+                continue
+            rows = self.files.table(segment)
+            table = Table(segment, rows, good_rows(rows, segment.number))
+            if not 0 <= _size(self.folder / name) < segment.data_bytes:
+                continue
+            for slot in np.flatnonzero(self.wanted(table, selection)).tolist():
+                if (record := table.record(slot)) is not None:
+                    yield Fault("short", name, slot, _entry(record))
+
+    def unreadable(self, selection: Selection, tell: Callable[[Progress], None]) -> Iterator[Fault]:
+        """Read every byte of the chunks that are meant, and yield what is wrong.
+
+        ``tell`` is called after each chunk. Takes the memory of the largest chunk and of the
+        largest table.
+        """
+        progress = Progress(
+            sum(int(self.wanted(t, selection).sum()) * t.segment.stride for t in self.tables())
+        )
+        buffer = memoryview(b"")
+        for table in self.tables():
+            segment = table.segment
+            with contextlib.closing(Slots(self.files)) as slots:
+                for slot in np.flatnonzero(self.wanted(table, selection)).tolist():
+                    if len(buffer) < segment.slot_bytes:
+                        buffer = aligned(segment.slot_bytes)
+                    data = buffer[: segment.slot_bytes]
+                    cause, record = self._examine(segment, slot, table.record(slot), data, slots)
+                    progress.done_bytes += segment.stride
+                    progress.chunks += record is not None
+                    progress.gone += record is None
+                    if cause is not None and record is not None:
+                        yield Fault(cause, segment.data_name, slot, _entry(record))
+                    tell(progress)
+        progress.total_bytes = progress.done_bytes
+        tell(progress)
+
+    def _examine(
+        self, segment: Segment, slot: int, record: Record | None, data: memoryview, slots: Slots
+    ) -> tuple[str | None, Record | None]:
+        """What is wrong with a chunk, if anything, and its record; no record if it has gone."""
+        cause = None
+        for _ in range(_LOOKS):
+            if record is None or (cause := _flaw(segment, slot, record, data, slots)) is None:
+                break
+            slots.close()  # So that the next look is at what has the name then.
+            again = self._record(segment, slot)
+            if again is None or again.state != READY or again.name != record.name:
+                return None, None
+            if again._replace(used=0) == record._replace(used=0):
+                time.sleep(_PAUSE_SECONDS)
+            record = again
+        return cause, record
+
+    def _record(self, segment: Segment, slot: int) -> Record | None:
+        if not self._is_whole(segment):
+            # Cut short meanwhile, or removed; the next verification tells.
+            return None
+        return unpack_record(self.files.table(segment)[slot].tobytes(), segment.number, slot)
+
+    # ---------------------------------------------------------------- clean-ups
+
+    def plan(self, selection: Selection, *, old: bool, down_to: int | None) -> Plan:
+        """What a clean-up would do now. ``old``: chunks of ``selection`` that nobody has used, nor
+        anything that rests on them, since the time in it go too. ``down_to``: bytes."""
+        plan, view, created = Plan(), View(), {}
+        tables = list(self.tables())
+        for table in tables:
+            plan.damaged_records += int((~table.good).sum())
+            created[table.segment.number] = table.created
+        plan.orphans = len(view.load((table.segment, table.rows) for table in tables))
+        del tables
+        leftovers = self.files.found()[1]
+        plan.leftover_files = len(leftovers)
+        plan.freed_bytes = sum(max(0, _size(self.folder / name)) for name in leftovers)
+        alive = self._alive()
+        session = cast(Session, _Nothing())
+        room = _DryRoom(self.files, self.folder / "writers", down_to, lambda cause, text: None)
+        room.overhead = self.files.measure() - view.total_bytes - plan.freed_bytes
+        before = view.total_bytes, len(view.extents)
+        plan.dead_reservations = room.free_reserved(view, session, alive)
+        if old:
+            plan.stale = self._stale(view, created, selection)
+            for name in plan.stale:
+                plan.unused_chunks += room.remove(view, session, view.find(*name))
+        if down_to is not None:
+            room.shrink(view, session, down_to)
+            plan.shrunk_chunks = room.evicted
+        busy = {view.segment[slot_id] for slot_id in view.reserved}
+        for number, extent in list(view.extents.items()):
+            if number not in busy and not view.chunks_in(extent):
+                room.drop(view, session, extent)
+        plan.freed_bytes += before[0] - view.total_bytes
+        plan.segments = before[1] - len(view.extents)
+        return plan
+
+    def _alive(self) -> set[int]:
+        try:
+            with control.locked(f"{self.folder}/control", _LOCK_SECONDS):
+                return control.live_writers(self.folder / "writers", reap=False)
+        except FileNotFoundError:
+            return set()
+
+    def _stale(
+        self, view: View, created: Mapping[int, npt.NDArray[np.uint32]], selection: Selection
+    ) -> list[Name]:
+        """Chunks that are meant and old with all that rests on them, by segment; those that go
+        with another are left out."""
+        cutoff, now = selection.unused_since or 0, int(time.time())
+        ids = [i for i in view.all_ids() if view.state[i] == READY]
+        newest = {}
+        for slot_id in ids:
+            segment, slot = view.place(slot_id)
+            newest[slot_id] = max(view.used[slot_id], int(created[segment.number][slot]))
+        newest |= dict.fromkeys(view.reserved, now)
+        # Children come before parents: deeper full chunks first, all others before those.
+        order = sorted(newest, key=lambda i: (view.name(i)[16:] == FULL_CODE, -view.depth[i]))
+        for slot_id in order:
+            if (parent := view.parent[slot_id]) != NONE:
+                newest[parent] = max(newest[parent], newest[slot_id])
+
+        @lru_cache(maxsize=None)
+        def meant(digest: bytes, code: bytes) -> bool:
+            return selection.names(digest, self.about.get(digest, {})) and selection.covers(
+                _code(code)
+            )
+
+        def goes(slot_id: int) -> bool:
+            return newest[slot_id] < cutoff and meant(view.digest(slot_id), view.name(slot_id)[16:])
+
+        return [
+            Name(view.digest(i), view.name(i))
+            for i in ids
+            if goes(i) and (view.parent[i] == NONE or not goes(view.parent[i]))
+        ]
+
+    def forget_names(self) -> int:
+        """Remove files that name namespaces without chunks, if no engine is running; how many."""
+        folder = self.folder / "names"
+        with control.locked(f"{self.folder}/control", _LOCK_SECONDS):
+            if control.live_writers(self.folder / "writers"):
+                return 0  # An engine may be about to fill its namespace.
+            full = {digest for table in self.tables() for digest, _, _ in table.kinds()}
+            gone = [digest for digest in _names(folder) if digest not in full]
+            with contextlib.closing(_Folder(folder)) as names:
+                for digest in gone:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(f"{digest.hex()}.json", dir_fd=names.fd)
+        return len(gone)
+
+
+class _Nothing:
+    """A session in which nothing happens."""
+
+    def begin(self) -> None:
+        pass
+
+    def write(self, segment: Segment, slot: int, record: Record) -> None:
+        pass
+
+    def remove(self, segment: Segment) -> None:
+        pass
+
+
+class _DryRoom(Room):
+    """Makes room in an index alone."""
+
+    def measure(self, view: View) -> int:
+        return self.overhead + view.total_bytes
+
+
+class _Folder:
+    """An open directory that is no link; raises ``OSError``."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | FLAGS)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self.fd)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a plain file; -1 if there is none."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return -1
+    return found.st_size if stat.S_ISREG(found.st_mode) else -1
+
+
+def _flaw(
+    segment: Segment, slot: int, record: Record, data: memoryview, slots: Slots
+) -> str | None:
+    """Why a slot does not hold what its record says; ``None`` if it does."""
+    try:
+        got = slots.read(segment, slot, data)
+    except FileNotFoundError:
+        return "short"
+    except OSError as error:
+        if error.errno not in _MEDIUM:
+            raise
+        return cause_of(error)
+    if got < segment.stride:
+        return "short"
+    if (header := unpack_header(slots.page)) is None:
+        return "header"
+    if not lies_at(header, segment, slot) or (header.digest, header.key[:16], header.code) != (
+        record.digest, record.key, record.code,
+    ):  # fmt: skip
+        return "foreign"
+    if header.payload != record.payload or header.nbytes != record.nbytes:
+        return "torn"
+    return None if header.payload == xxhash.xxh3_64_intdigest(data) else "checksum"
+
+
+def _code(code: bytes) -> str:
+    return code.rstrip(b"\0").decode("ascii", "backslashreplace")
+
+
+def _entry(record: Record) -> Entry:
+    return Entry(
+        record.digest, record.key, _code(record.code), record.depth, record.nbytes,
+        max(record.used, record.created), Name(record.digest, record.name),
+    )  # fmt: skip
+
+
+def _names(folder: Path) -> dict[bytes, dict[str, str]]:
+    """What engines have said of their namespaces."""
+    found: dict[bytes, dict[str, str]] = {}
+    try:
+        opened = _Folder(folder)
+    except OSError:
+        return found
+    with contextlib.closing(opened):
+        for name in sorted(os.listdir(opened.fd)):  # noqa: PTH208
+            if _NAMES_FILE.fullmatch(name):
+                found[bytes.fromhex(name[:32])] = _about(name, opened.fd)
+    return found
+
+
+def _about(name: str, folder: int) -> dict[str, str]:
+    """What a small file says of a namespace, as far as it is text under short names."""
+    try:
+        # Without O_NONBLOCK, a pipe in its place would keep us waiting.
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | FLAGS, dir_fd=folder)
+    except OSError:
+        return {}
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _ABOUT_BYTES:
+            return {}
+        said = json.loads(os.read(fd, _ABOUT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    finally:
+        os.close(fd)
+    if not isinstance(said, dict):
+        return {}
+    return {k[:_ABOUT_CHARS]: v[:_ABOUT_CHARS] for k, v in said.items() if isinstance(v, str)}
+
+
+def count_by_cause(faults: Iterable[Fault]) -> dict[str, int]:
+    """Faults by cause."""
+    return dict(sorted(Counter(fault.cause for fault in faults).items()))

@@ -1,0 +1,572 @@
+"""The tier: a store with threads and queues in front of it, which never raises and never blocks.
+
+A few threads read and write, gets first; one more, the keeper, does what wants to be done every
+second. A thread takes several puts at once, reserves places for all of them under one lock, writes
+them, and publishes them under one lock again. Puts may end in another order than they came in, but
+a chunk is only ever published after what it rests on: if that is still being written, by another
+thread perhaps, its own end waits for that one's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from kvloft.errors import ConfigError
+from kvloft.tiers.base import Chunk, Namespace, Outcome, TierStats
+from kvloft.tiers.disk.control import LockedError
+from kvloft.tiers.disk.faults import Faults
+from kvloft.tiers.disk.format import Record, check_chunk, chunk_name, reservation
+from kvloft.tiers.disk.room import FIXED_BYTES, Name, least_bytes
+from kvloft.tiers.disk.segments import Slots
+from kvloft.tiers.disk.store import Place, Store, Want
+from kvloft.tiers.options import DiskOptions
+from kvloft.units import PAGE_BYTES, format_size, page_aligned
+
+_BATCH = 16
+_BATCH_BYTES = 16 << 20
+_MAX_GETS = 1024
+_KEEPER_SECONDS = 1.0
+_FAILURES = 5
+"""After so many failures of the medium in a row, the tier leaves it alone for a while."""
+_SUSPEND_SECONDS = 10.0
+
+Report = Callable[[str, str], None]
+"""Told of what a person should know: cause and message. Called from any thread."""
+
+
+def _begun() -> Future[Any]:
+    """A future that can't be cancelled, as the work behind it can't."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+class _Put:
+    """A put on its way."""
+
+    __slots__ = (
+        "above", "chunk", "data", "deadline", "futures", "name", "outcome", "place", "record",
+        "waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self, chunk: Chunk, name: bytes, data: memoryview, deadline: float | None, record: Record
+    ) -> None:
+        self.chunk = chunk
+        self.name = name
+        self.data = data
+        self.deadline = deadline
+        self.record = record
+        self.futures: list[Future[Outcome]] = []
+        self.above: _Put | None = None
+        """The put of what this chunk rests on, if that had not ended when this one came."""
+        self.waiting: list[_Put] = []
+        """Puts that have been written and can't be published before this one has ended."""
+        self.place: Place | None = None
+        self.outcome: Outcome | None = None
+
+
+class _Get:
+    """A get on its way."""
+
+    __slots__ = ("chunk", "deadline", "future", "into")
+
+    def __init__(self, chunk: Chunk, into: memoryview, deadline: float | None) -> None:
+        self.chunk = chunk
+        self.into = into
+        self.deadline = deadline
+        self.future: Future[Outcome] = _begun()
+
+
+class _Call:
+    """A question to the store on its way; ``otherwise`` is the answer if it fails."""
+
+    __slots__ = ("deadline", "future", "otherwise", "work")
+
+    def __init__(self, work: Callable[[], Any], otherwise: Any, deadline: float | None) -> None:
+        self.work = work
+        self.otherwise = otherwise
+        self.deadline = deadline
+        self.future: Future[Any] = _begun()
+
+
+class DiskTier:
+    """Implements :class:`kvloft.tiers.base.Tier`.
+
+    Raises :class:`kvloft.errors.ConfigError` if the directory or the limit won't do; then nothing
+    is left running. ``report`` is told what a person should know: the first fault of each cause,
+    and how many there have been since, at most every ten minutes.
+    """
+
+    def __init__(
+        self, options: DiskOptions, namespace: Namespace, *, report: Report | None = None
+    ) -> None:
+        self._options = options
+        self._digest = namespace.digest
+        self._has_full = namespace.has_full
+        self._faults = Faults(report)
+        self._codes: dict[str, bytes] = {}
+        self._store, self._number = _open(options, namespace, self._faults)
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._gets: deque[_Get | _Call] = deque()
+        self._puts: deque[_Put] = deque()
+        self._in_flight: dict[bytes, _Put] = {}
+        """Puts that have not ended, by name."""
+        self._put_bytes = 0
+        """Of puts that have not ended."""
+        self._closed = False
+        self._suspended_until = 0.0
+        self._failures = 0
+        self._ended: dict[str, Counter[str]] = {"puts": Counter(), "gets": Counter()}
+        self._done_bytes = {"puts": 0, "gets": 0}
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"kvloft-disk-{i}", daemon=True)
+            for i in range(options.threads)
+        ]
+        self._keeper = threading.Thread(target=self._keep, name="kvloft-disk-keeper", daemon=True)
+        for thread in (*self._threads, self._keeper):
+            thread.start()
+
+    # ---------------------------------------------------------------- the contract
+
+    @property
+    def name(self) -> str:
+        return f"disk:{self._options.path}"
+
+    def holds(self, key: bytes, code: str) -> bool:
+        if self._away:
+            return False
+        padded = self._codes.get(code)
+        if padded is None:
+            padded = self._codes[code] = chunk_name(b"", code)
+        return self._store.view.find(self._digest, key[:16] + padded) >= 0
+
+    def put(
+        self, chunk: Chunk, data: memoryview, deadline: float | None = None
+    ) -> Future[Outcome] | None:
+        if self._away:
+            return None
+        if not check_chunk(chunk) or data.nbytes < page_aligned(chunk.nbytes):
+            return self._ended_future("puts", Outcome.REFUSED)
+        name = chunk_name(chunk.key, chunk.code)
+        data = data.cast("B")[: page_aligned(chunk.nbytes)]
+        record = reservation(
+            chunk, self._digest, self._number, has_full=self._has_full, now=int(time.time())
+        )
+        put = _Put(chunk, name, data, deadline, record)
+        future: Future[Outcome] = _begun()
+        put.futures.append(future)
+        with self._lock:
+            if self._closed:
+                return None
+            if (other := self._in_flight.get(name)) is not None:
+                other.futures.append(future)
+                return future
+            known = self._place_in_order(put)
+            if known is None:
+                if self._in_flight and self._put_bytes + chunk.nbytes > self._options.queue_bytes:
+                    return None
+                self._in_flight[name] = put
+                self._await(put, 1)
+                self._put_bytes += chunk.nbytes
+                self._puts.append(put)
+                self._work.notify()
+                return future
+        if known is Outcome.DONE:
+            self._store.hint(Name(self._digest, name), touched=True)
+        return self._ended_future("puts", known)
+
+    def get(
+        self, chunk: Chunk, into: memoryview, deadline: float | None = None
+    ) -> Future[Outcome] | None:
+        if self._closed:
+            return None
+        if self._away or not check_chunk(chunk) or into.nbytes < page_aligned(chunk.nbytes):
+            return self._ended_future("gets", Outcome.MISSING)
+        get = _Get(chunk, into.cast("B")[: page_aligned(chunk.nbytes)], deadline)
+        return get.future if self._ask(get) else None
+
+    def contains(
+        self, chunks: Sequence[Chunk], deadline: float | None = None
+    ) -> Future[list[bool]] | None:
+        names = self._names(chunks)
+        call = _Call(lambda: self._store.still_there(names), [False] * len(names), deadline)
+        return call.future if self._ask(call) else None
+
+    def delete(self, chunks: Sequence[Chunk]) -> Future[int] | None:
+        names = self._names(chunks)
+        call = _Call(lambda: self._store.remove(names), 0, None)
+        return call.future if self._ask(call) else None
+
+    def touch(self, chunks: Sequence[Chunk]) -> None:
+        for name in self._names(chunks):
+            self._store.hint(name, touched=True)
+
+    def demote(self, chunks: Sequence[Chunk]) -> None:
+        for name in self._names(chunks):
+            self._store.hint(name, touched=False)
+
+    def scan(self) -> Iterator[Chunk]:
+        if not self._away:
+            yield from self._store.chunks_known(self._digest)
+
+    def stats(self) -> TierStats:
+        view = self._store.view
+        with self._lock:
+            return TierStats(
+                limit_bytes=self._options.max_bytes,
+                used_bytes=self._store.used_bytes,
+                chunks=0 if self._closed else view.count(self._digest),
+                queued_puts=len(self._in_flight),
+                queued_put_bytes=self._put_bytes,
+                queued_gets=len(self._gets),
+                puts=dict(self._ended["puts"]),
+                gets=dict(self._ended["gets"]),
+                put_bytes=self._done_bytes["puts"],
+                get_bytes=self._done_bytes["gets"],
+                evicted_chunks=self._store.evicted,
+                faults=self._faults.counts(),
+            )
+
+    def close(self, timeout: float = 5.0) -> None:
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            puts, gets = list(self._puts), list(self._gets)
+            self._puts.clear()
+            self._gets.clear()
+            self._work.notify_all()
+        self._end_late(puts)
+        for get in gets:
+            self._end_get(get, Outcome.LATE)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            # What is left waits for a write that hangs; the memory of those that wait is not in
+            # use any more.
+            waiting = [below for put in self._in_flight.values() for below in put.waiting]
+        self._end_late(waiting)
+        self._stop.set()
+        self._keeper.join(max(0.0, deadline - time.monotonic()))
+
+    def _end_late(self, puts: list[_Put]) -> None:
+        while puts:
+            puts += self._end_put(puts.pop(), Outcome.LATE)
+
+    # ---------------------------------------------------------------- accepting
+
+    @property
+    def _away(self) -> bool:
+        """Whether nothing is to be had from the tier now."""
+        if self._closed:
+            return True
+        return self._suspended_until > 0.0 and time.monotonic() < self._suspended_until
+
+    def _names(self, chunks: Sequence[Chunk]) -> list[Name]:
+        return [Name(self._digest, chunk_name(chunk.key, chunk.code)) for chunk in chunks]
+
+    def _place_in_order(self, put: _Put) -> Outcome | None:
+        """Find what a put has to wait for; its outcome if that is known already."""
+        if self._store.find(self._digest, put.name) is not None:
+            return Outcome.DONE
+        support = put.record.support
+        if support is not None:
+            put.above = self._in_flight.get(support)
+            if put.above is None and self._store.find(self._digest, support) is None:
+                return Outcome.REFUSED
+        return None
+
+    def _await(self, put: _Put, change: int) -> None:
+        """What a put rests on is to stay until it has ended."""
+        if (support := put.record.support) is not None:
+            name, awaited = Name(self._digest, support), self._store.awaited
+            count = awaited.get(name, 0) + change
+            if count:
+                awaited[name] = count
+            else:
+                del awaited[name]
+
+    def _ask(self, job: _Get | _Call) -> bool:
+        with self._lock:
+            if self._closed or len(self._gets) >= _MAX_GETS:
+                return False
+            self._gets.append(job)
+            self._work.notify()
+            return True
+
+    def _ended_future(self, kind: str, outcome: Outcome) -> Future[Outcome]:
+        with self._lock:
+            self._ended[kind][outcome.value] += 1
+        future: Future[Outcome] = _begun()
+        future.set_result(outcome)
+        return future
+
+    # ---------------------------------------------------------------- threads
+
+    def _serve(self) -> None:
+        slots = Slots(self._store.files)
+        while True:
+            with self._lock:
+                while not (self._gets or self._puts or self._closed):
+                    slots.close()
+                    self._work.wait()
+                if not (self._gets or self._puts):
+                    slots.close()
+                    return
+                job = self._gets.popleft() if self._gets else None
+                batch = self._take_batch() if job is None else []
+            if job is not None:
+                self._answer(job, slots)
+            else:
+                self._write(batch, slots)
+
+    def _take_batch(self) -> list[_Put]:
+        # Not more than a fair share, so that all threads have something to do.
+        most = min(_BATCH, -(-len(self._puts) // self._options.threads))
+        batch: list[_Put] = []
+        nbytes = 0
+        while self._puts and len(batch) < most and nbytes < _BATCH_BYTES:
+            batch.append(self._puts.popleft())
+            nbytes += len(batch[-1].data)
+        return batch
+
+    def _answer_gets(self, slots: Slots) -> None:
+        while self._gets:
+            try:
+                job = self._gets.popleft()
+            except IndexError:  # Another thread was faster.
+                return
+            self._answer(job, slots)
+
+    def _answer(self, job: _Get | _Call, slots: Slots) -> None:
+        late = job.deadline is not None and time.monotonic() > job.deadline
+        if isinstance(job, _Get):
+            self._end_get(job, Outcome.LATE if late else self._read(job, slots))
+            return
+        answer = job.otherwise
+        if not late:
+            try:
+                answer = job.work()
+            except Exception as error:
+                self._failed("asking", error)
+        job.future.set_result(answer)
+
+    def _read(self, get: _Get, slots: Slots) -> Outcome:
+        try:
+            outcome, cause = self._store.read(self._digest, get.chunk, get.into, slots)
+        except Exception as error:
+            self._failed("reading from", error)
+            return Outcome.FAILED
+        if outcome is Outcome.DAMAGED:
+            self._faults.add(
+                cause,
+                f"a chunk in {self._store.folder} is damaged ({cause}); it is removed and will be "
+                "computed again. Check the device",
+            )
+        elif outcome is Outcome.DONE:
+            self._failures = 0
+        return outcome
+
+    def _write(self, batch: list[_Put], slots: Slots) -> None:
+        """Put all of a batch, in order."""
+        now = time.monotonic()
+        begun: list[_Put] = []
+        for put in batch:
+            if put.deadline is not None and now > put.deadline:
+                self._finish(self._end_put(put, Outcome.LATE))
+            elif put.above is not None and put.above.outcome not in (None, Outcome.DONE):
+                self._finish(self._end_put(put, Outcome.REFUSED))
+            else:
+                begun.append(put)
+        wants = [Want(p.record, PAGE_BYTES + len(p.data), p.above is not None) for p in begun]
+        try:
+            places = self._store.reserve(wants) if wants else []
+        except Exception as error:
+            outcome = self._failed("writing to", error)
+            for put in begun:
+                self._finish(self._end_put(put, outcome))
+            return
+        written: list[_Put] = []
+        for put, place in zip(begun, places, strict=True):
+            if isinstance(place, Outcome):
+                self._finish(self._end_put(put, place))
+                continue
+            put.place = place
+            self._answer_gets(slots)
+            outcome = self._write_one(put, place, slots)
+            if outcome is Outcome.DONE:
+                written.append(put)
+            else:
+                self._finish(self._give_up([put], outcome))
+        self._finish(written)
+
+    def _write_one(self, put: _Put, place: Place, slots: Slots) -> Outcome:
+        if self._closed:
+            return Outcome.LATE
+        try:
+            data = memoryview(bytearray(put.data)) if put.data.readonly else put.data
+            put.record = self._store.write(place, put.record, put.chunk.key, data, slots)
+        except Exception as error:
+            return self._failed("writing to", error)
+        self._failures = 0
+        return Outcome.DONE
+
+    def _finish(self, puts: list[_Put]) -> None:
+        """Publish what has been written, and then what has waited for that."""
+        while puts:
+            ready, refused = self._ready(puts)
+            ended = self._give_up(refused, Outcome.REFUSED)
+            outcomes = [Outcome.DONE] * len(ready)
+            if ready:
+                try:
+                    outcomes = self._store.publish(
+                        [(put.place, put.record) for put in ready if put.place is not None]
+                    )
+                except Exception as error:
+                    ended += self._give_up(ready, self._failed("writing to", error))
+                    ready = []
+            for put, outcome in zip(ready, outcomes, strict=False):
+                ended += self._end_put(put, outcome)
+            puts = ended
+
+    def _ready(self, puts: list[_Put]) -> tuple[list[_Put], list[_Put]]:
+        """Which of these can be published together, and which never; the others are to wait."""
+        ready: dict[_Put, None] = {}
+        refused = []
+        with self._lock:
+            for put in puts:
+                above = put.above
+                if above is None or above.outcome is Outcome.DONE or above in ready:
+                    ready[put] = None
+                elif above.outcome is None:
+                    above.waiting.append(put)
+                else:
+                    refused.append(put)
+        return list(ready), refused
+
+    def _give_up(self, puts: list[_Put], outcome: Outcome) -> list[_Put]:
+        """End puts that have a place; those that have waited for them."""
+        if places := [put.place for put in puts if put.place is not None]:
+            try:
+                self._store.release(places)
+            except Exception as error:  # The next release gives them up as well.
+                self._failed("writing to", error)
+        return [below for put in puts for below in self._end_put(put, outcome)]
+
+    def _end_put(self, put: _Put, outcome: Outcome) -> list[_Put]:
+        """End a put; those that have waited for it."""
+        with self._lock:
+            if put.outcome is not None:
+                return []
+            put.outcome = outcome
+            put.above = None
+            del self._in_flight[put.name]
+            self._await(put, -1)
+            self._put_bytes -= put.chunk.nbytes
+            waiting, put.waiting = put.waiting, []
+            self._ended["puts"][outcome.value] += len(put.futures)
+            if outcome is Outcome.DONE:
+                self._done_bytes["puts"] += put.chunk.nbytes
+        for future in put.futures:
+            future.set_result(outcome)
+        return waiting
+
+    def _end_get(self, job: _Get | _Call, outcome: Outcome) -> None:
+        if isinstance(job, _Call):
+            job.future.set_result(job.otherwise)
+            return
+        with self._lock:
+            self._ended["gets"][outcome.value] += 1
+            if outcome is Outcome.DONE:
+                self._done_bytes["gets"] += job.chunk.nbytes
+        job.future.set_result(outcome)
+
+    def _failed(self, doing: str, error: Exception) -> Outcome:
+        """Take note of a failure, and of many in a row; what a put comes to for it."""
+        if isinstance(error, LockedError):
+            self._faults.add(
+                "locked",
+                f"another process has held the lock in {self._store.folder} for too long; chunks "
+                "are not kept until it lets go. Is one of the engines there hung?",
+            )
+            return Outcome.REFUSED
+        if isinstance(error, OSError):
+            self._faults.add_error(doing, self._store.folder, error)
+        else:
+            self._faults.add("bug", f"{doing} {self._store.folder}: {error!r}; please report this")
+        self._failures += 1
+        if self._failures >= _FAILURES and not self._closed:
+            self._failures = 0
+            self._suspended_until = time.monotonic() + _SUSPEND_SECONDS
+            self._faults.add(
+                "suspended",
+                f"{_FAILURES} failures in a row; {self._store.folder} is left alone for "
+                f"{_SUSPEND_SECONDS:.0f} s at a time until it works again",
+            )
+        return Outcome.FAILED
+
+    def _keep(self) -> None:
+        while not self._stop.wait(_KEEPER_SECONDS):
+            if self._away:
+                continue
+            try:
+                self._store.upkeep()
+            except Exception as error:
+                self._failed("looking after", error)
+        # A write that hangs may still happen, so its place must stay reserved: by not leaving.
+        if not any(thread.is_alive() for thread in self._threads):
+            self._store.leave()
+
+
+def _open(options: DiskOptions, namespace: Namespace, faults: Faults) -> tuple[Store, int]:
+    """Open the store of a tier. Raises :class:`ConfigError`."""
+    where = f"'secondary_tiers': 'path': {str(options.path)!r}"
+    least = least_bytes(namespace.slot_bytes)
+    if options.max_bytes < least:
+        raise ConfigError(
+            f"'secondary_tiers': 'max_bytes': {format_size(options.max_bytes)} is too little: one "
+            f"chunk of each size and {format_size(FIXED_BYTES)} for bookkeeping take "
+            f"{format_size(least)}"
+        )
+    try:
+        store = Store(options.path, limit=options.max_bytes, create=True, fault=faults.add)
+        store.load()
+        number = store.join(namespace.digest, namespace.about)
+    except LockedError as error:
+        raise ConfigError(
+            f"{where}: another process has held the lock for too long; is an engine hung there?"
+        ) from error
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"{where} is a file, or lies in one; name a directory") from error
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise ConfigError(
+                f"{where}: the file system there has no locks (flock); use a local one"
+            ) from error
+        raise ConfigError(
+            f"{where} can't be used: {error.strerror}; name a directory that can be written to"
+        ) from error
+    needed = least - FIXED_BYTES
+    if not store.view.extents and (free := _free_bytes(options)) < needed:
+        store.leave()
+        raise ConfigError(
+            f"{where} has {format_size(free)} free; one chunk of each size takes "
+            f"{format_size(needed)}. Make space, or name another directory"
+        )
+    return store, number
+
+
+def _free_bytes(options: DiskOptions) -> int:
+    room = os.statvfs(options.path)
+    return room.f_bavail * room.f_frsize
