@@ -236,8 +236,12 @@ def _extend(files: list[Path]) -> None:
 
 
 def _swap(files: list[Path]) -> None:
-    segments = [path for path in files if path.stat().st_size > 100_000]
-    contents = [path.read_bytes() for path in segments]
+    """Segments get each other's bytes; in each, chunks get the places of their neighbours."""
+    segments = [path for path in files if path.suffix == ".seg"]
+    contents = []
+    for path in segments:
+        data, stride = path.read_bytes(), int(path.name.split("-")[1])
+        contents.append(data[stride:] + data[:stride])
     for path, data in zip(segments, contents[1:] + contents[:1], strict=True):
         path.write_bytes(data)
 

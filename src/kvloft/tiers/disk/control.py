@@ -19,6 +19,7 @@ writer's file is gone or not locked is nobody's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -34,6 +35,8 @@ import xxhash
 from kvloft.units import PAGE_BYTES
 
 FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+"""What a file system says to a kind of access that it does not have."""
 RING = 4096
 """Changes that are remembered."""
 CONTROL_BYTES = PAGE_BYTES + RING * 8
@@ -67,6 +70,16 @@ class Position:
     """Numbers are not used again, so that nobody mistakes a segment for an older one."""
 
 
+def allocate(fd: int, size: int) -> None:
+    """Make an empty file this long, with all its blocks if the file system can do that."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        os.ftruncate(fd, size)
+
+
 def _pack(position: Position) -> bytes:
     head = _HEAD.pack(
         _MAGIC, _VERSION, RING, position.epoch, position.sequence, position.dirty,
@@ -98,7 +111,7 @@ def start_epoch(fd: int, next_segment: int) -> Position:
     """Begin an epoch in which all that others know is void; dirty. The lock must be held."""
     if os.fstat(fd).st_size != CONTROL_BYTES:
         os.ftruncate(fd, 0)
-        os.ftruncate(fd, CONTROL_BYTES)
+        allocate(fd, CONTROL_BYTES)  # Else a full device would end all changes.
     position = Position(secrets.randbits(63), 0, True, next_segment)
     write_position(fd, position)
     return position
@@ -202,8 +215,10 @@ def live_writers(folder: Path, *, reap: bool = True) -> set[int]:
             continue
         try:
             fd = os.open(folder / name, os.O_RDONLY | FLAGS)
-        except FileNotFoundError:
-            continue
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP):  # Gone, or a link: no sign of life.
+                continue
+            raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if reap:

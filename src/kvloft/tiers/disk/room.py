@@ -36,6 +36,8 @@ from kvloft.units import PAGE_BYTES, format_size
 
 SPARE_BYTES = 32 << 10
 """Kept free of segments: directories grow, and each namespace has a small file that names it."""
+SLACK_BYTES = SPARE_BYTES // 2
+"""By how much less than that directories grow in one operation."""
 FIXED_BYTES = CONTROL_BYTES + 3 * PAGE_BYTES + SPARE_BYTES
 """What a store takes besides segments."""
 _MAX_SEGMENT_BYTES = 256 << 20
@@ -44,7 +46,7 @@ _SEGMENTS = 64
 _PAUSE_SECONDS = 10.0
 """After the device was full, for so long no segment is tried."""
 _TRADE_SECONDS = 1.0
-"""How often, at most, it is looked whether a segment of another size should go."""
+"""After no segment of another size was to go, for so long none is looked for."""
 _CANDIDATES = 8
 _LEAVES = 256
 """How many chunks of other sizes may go to make one of the needed size evictable."""
@@ -102,6 +104,7 @@ class Room:
         self._fault = fault
         self._grow_after = 0.0
         self._trade_after = 0.0
+        self._keep_until = 0.0
         self._reclaim_after = 0.0
 
     # ---------------------------------------------------------------- for one chunk
@@ -146,12 +149,14 @@ class Room:
         victim = self._coldest(view, session, stride, shield)
         if victim == NONE:
             victim = self._uncover(view, session, stride, shield)
-        if victim == NONE or time.monotonic() >= self._trade_after:
-            self._trade_after = time.monotonic() + _TRADE_SECONDS
+        now = time.monotonic()
+        if now >= self._trade_after or (victim == NONE and now >= self._keep_until):
             if self._trade(view, session, stride, shield, victim):
                 if victim != NONE:
                     view.lru[stride].demote(victim)
                 return self._free(view, session, stride)
+            # Else there is a segment of free slots now, which takes a while to fill.
+            self._trade_after = max(self._trade_after, time.monotonic() + _TRADE_SECONDS)
         if victim != NONE:
             view.release(victim)
             self.evicted += 1
@@ -173,6 +178,9 @@ class Room:
             self._grow_after = 0.0  # There is space now, at least for as much.
             if self._grow(view, session, stride):
                 return True
+        if time.monotonic() < self._grow_after:
+            # Somebody else takes the space on the device; giving up more would only feed them.
+            self._keep_until = self._trade_after = self._grow_after
         return False
 
     def _coldest(self, view: View, session: Session, stride: int, shield: Shield) -> int:
@@ -267,7 +275,8 @@ class Room:
         return True
 
     def _slots(self, view: View, stride: int, wanted: int) -> int:
-        room = (self._limit or 0) - SPARE_BYTES - self.overhead - view.total_bytes
+        other = max(FIXED_BYTES, self.overhead + SLACK_BYTES)
+        room = (self._limit or 0) - other - view.total_bytes
         return min(wanted, segment_slots(max(0, room), stride))
 
     def measure(self, view: View) -> int:

@@ -25,11 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvloft.tiers.disk.control import FLAGS
+from kvloft.tiers.disk.control import FLAGS, REFUSED, allocate
 from kvloft.tiers.disk.format import RECORD_BYTES, Rows, Segment, segment_of
 from kvloft.units import PAGE_BYTES
 
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 _MAX_USES = 64
 """How often files are accessed before they are opened anew."""
 
@@ -85,7 +84,7 @@ class Files:
             ):
                 fd = os.open(self.folder / name, flags, 0o600)
                 try:
-                    _allocate(fd, size)
+                    allocate(fd, size)
                 finally:
                     os.close(fd)
         except BaseException:
@@ -176,7 +175,7 @@ class Slots:
             try:
                 return _transfer(self._fd(segment, mode), mode, parts, offset)
             except OSError as error:
-                if error.errno not in _REFUSED:
+                if error.errno not in REFUSED:
                     raise
             # The file system has none, or wants it otherwise; or else the memory lies askew.
             done = None
@@ -211,15 +210,6 @@ def _measure(folder: str, segments: bool) -> int:
                 with contextlib.suppress(FileNotFoundError):
                     total += entry.stat(follow_symlinks=False).st_size
     return total
-
-
-def _allocate(fd: int, size: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-        os.ftruncate(fd, size)
 
 
 def _transfer(fd: int, mode: int, parts: list[memoryview], offset: int) -> int:

@@ -36,11 +36,14 @@ class Tables:
     def raw(self, segment: Segment, slot: int) -> bytearray:
         """The bytes of a slot's record; fewer than 128 if the table ends before."""
         page, at = divmod(slot, _IN_PAGE)
+        return self._page(segment, page)[at * RECORD_BYTES : (at + 1) * RECORD_BYTES]
+
+    def _page(self, segment: Segment, page: int) -> bytearray:
         found = self._pages.get((segment.number, page))
         if found is None:
             raw = os.pread(self._fd(segment), PAGE_BYTES, page * PAGE_BYTES)
             found = self._pages[segment.number, page] = bytearray(raw)
-        return found[at * RECORD_BYTES : (at + 1) * RECORD_BYTES]
+        return found
 
     def read(self, segment: Segment, slot: int) -> Record | None:
         """The record of a slot; ``None`` if it is damaged."""
@@ -76,11 +79,12 @@ class _LockedTables(Tables):
         """Change the record of a slot."""
         raw = pack_record(record, segment.number, slot)
         self._fresh.setdefault(segment, {})[slot] = raw
-        page, at = divmod(slot, _IN_PAGE)
-        if (found := self._pages.get((segment.number, page))) is not None:
-            missing = (at + 1) * RECORD_BYTES - len(found)
-            found.extend(bytes(max(0, missing)))
-            found[at * RECORD_BYTES : (at + 1) * RECORD_BYTES] = raw
+        # Whoever reads the record before it is written must find it changed: the page has to be
+        # there, or it would be read from disk as it was.
+        number, at = divmod(slot, _IN_PAGE)
+        page = self._page(segment, number)
+        page.extend(bytes(max(0, (at + 1) * RECORD_BYTES - len(page))))
+        page[at * RECORD_BYTES : (at + 1) * RECORD_BYTES] = raw
 
     def drop(self, segment: Segment) -> None:
         """A segment is about to be removed."""

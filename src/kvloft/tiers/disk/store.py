@@ -45,7 +45,7 @@ from kvloft.tiers.disk.format import (
     pack_record,
     unpack_header,
 )
-from kvloft.tiers.disk.room import SPARE_BYTES, Fault, Name, Room, Shield, StaleError
+from kvloft.tiers.disk.room import SLACK_BYTES, Fault, Name, Room, Shield, StaleError
 from kvloft.tiers.disk.segments import Files, Slots
 from kvloft.tiers.disk.session import Session, Tables
 from kvloft.tiers.disk.view import HIDDEN, NONE, View
@@ -154,7 +154,7 @@ class Store:
             limit = self.limit
             if limit is not None:
                 self.room.shrink(self.view, session, limit)
-            if limit is None or self.room.measure(self.view) + len(text) + SPARE_BYTES <= limit:
+            if limit is None or self.room.measure(self.view) + len(text) + SLACK_BYTES <= limit:
                 target = self._names / f"{digest.hex()}.json"
                 _write_small(target, text)
             return self._writer.number

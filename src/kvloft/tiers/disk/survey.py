@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -580,7 +580,7 @@ class Survey:
             if (parent := view.parent[slot_id]) != NONE:
                 newest[parent] = max(newest[parent], newest[slot_id])
 
-        @lru_cache(maxsize=None)
+        @cache
         def meant(digest: bytes, code: bytes) -> bool:
             return selection.names(digest, self.about.get(digest, {})) and selection.covers(
                 _code(code)

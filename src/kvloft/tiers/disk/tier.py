@@ -524,9 +524,10 @@ class DiskTier:
                 self._store.upkeep()
             except Exception as error:
                 self._failed("looking after", error)
-        # A write that hangs may still happen, so its place must stay reserved: by not leaving.
-        if not any(thread.is_alive() for thread in self._threads):
-            self._store.leave()
+        # A write that hangs may still happen, so its place must stay reserved until it has ended.
+        for thread in self._threads:
+            thread.join()
+        self._store.leave()
 
 
 def _open(options: DiskOptions, namespace: Namespace, faults: Faults) -> tuple[Store, int]:
