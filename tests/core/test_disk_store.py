@@ -31,7 +31,7 @@ from kvloft.tiers.disk.format import (
 )
 from kvloft.tiers.disk.room import FIXED_BYTES, Name
 from kvloft.tiers.disk.segments import Files, Slots, aligned
-from kvloft.tiers.disk.store import Place, Want
+from kvloft.tiers.disk.store import Fill, Place, Want
 from kvloft.units import PAGE_BYTES, page_aligned
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -68,7 +68,8 @@ class User:
     def write(self, chunk: Chunk, place: Place) -> Outcome:
         data = memoryview(bytearray(page_aligned(chunk.nbytes)))
         data[: chunk.nbytes] = content(chunk, self.digest)
-        record = self.store.write(place, self.want(chunk).record, chunk.key, data, self.slots)
+        fill = Fill(place, self.want(chunk).record, chunk.key, data)
+        [record] = self.store.write([fill], self.slots)
         [outcome] = self.store.publish([(place, record)])
         return outcome
 
@@ -78,7 +79,7 @@ class User:
 
     def get(self, chunk: Chunk) -> Outcome:
         into = memoryview(bytearray(page_aligned(chunk.nbytes)))
-        outcome, _ = self.store.read(self.digest, chunk, into, self.slots)
+        [(outcome, _)] = self.store.read(self.digest, [(chunk, into)], self.slots)
         if outcome is Outcome.DONE:
             assert into[: chunk.nbytes] == content(chunk, self.digest), "wrong bytes"
         return outcome
@@ -420,11 +421,12 @@ def test_memory_may_lie_askew(tmp_path: Path, askew: int) -> None:
     data[:] = random.Random(0).randbytes(len(data))
     before = bytes(data)
     slots = Slots(files)
-    slots.page[:5] = b"hello"
-    slots.write(segment, 1, data)
-    slots.page[:5] = data[:5] = b"other"
-    assert slots.read(segment, 1, data) == segment.stride
-    assert (bytes(data), bytes(slots.page[:5])) == (before, b"hello")
+    page = slots.pages[0]
+    page[:5] = b"hello"
+    slots.write(segment, 1, [data])
+    page[:5] = data[:5] = b"other"
+    assert slots.read(segment, 1, [data]) == segment.stride
+    assert (bytes(data), bytes(page[:5])) == (before, b"hello")
     slots.close()
 
 

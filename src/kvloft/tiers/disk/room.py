@@ -251,12 +251,10 @@ class Room:
         if self._limit is None or time.monotonic() < self._grow_after:
             return False
         wanted = max(1, segment_slots(min(self._limit // _SEGMENTS, _MAX_SEGMENT_BYTES), stride))
-        # A small one is better than none, but not worth its file where there are others.
-        least = max(1, wanted // 4) if stride in view.strides() else 1
-        if self._slots(view, stride, wanted) < least:
+        if not self._worth(view, stride, wanted):  # Mostly: the store is full.
             return False
         self.measure(view)
-        if (slots := self._slots(view, stride, wanted)) < least:
+        if not (slots := self._worth(view, stride, wanted)):
             return False
         try:
             segment = session.create(stride, slots)
@@ -274,10 +272,14 @@ class Room:
         view.add_segment(segment)
         return True
 
-    def _slots(self, view: View, stride: int, wanted: int) -> int:
+    def _worth(self, view: View, stride: int, wanted: int) -> int:
+        """How many slots, ``wanted`` at most, a new segment may have; 0 if so few that there had
+        better be none."""
         other = max(FIXED_BYTES, self.overhead + SLACK_BYTES)
         room = (self._limit or 0) - other - view.total_bytes
-        return min(wanted, segment_slots(max(0, room), stride))
+        slots = min(wanted, segment_slots(max(0, room), stride))
+        # A small one is better than none, but not worth its file where there are others.
+        return 0 if slots < wanted // 4 and stride in view.strides() else slots
 
     def measure(self, view: View) -> int:
         """What the store takes now, in bytes, as ``du -sb`` would count it."""

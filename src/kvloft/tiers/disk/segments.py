@@ -20,7 +20,8 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,10 @@ from kvloft.tiers.disk.control import FLAGS, REFUSED, allocate
 from kvloft.tiers.disk.format import RECORD_BYTES, Rows, Segment, segment_of
 from kvloft.units import PAGE_BYTES
 
+RUN_SLOTS = 64
+"""How many slots are read or written in one go, at most."""
+RUN_BYTES = 8 << 20
+"""A run ends with the slot that makes it so long."""
 _MAX_USES = 64
 """How often files are accessed before they are opened anew."""
 
@@ -137,28 +142,35 @@ class Files:
 
 
 class Slots:
-    """Reads and writes slots, for one thread. Methods raise ``OSError``."""
+    """Reads and writes runs of slots that lie side by side, for one thread; one run at a time of
+    all that share ``gate``, or so many as that admits. Methods raise ``OSError``."""
 
-    def __init__(self, files: Files) -> None:
-        self.page = aligned(PAGE_BYTES)
-        """Where header pages are read into and written from."""
+    def __init__(self, files: Files, gate: AbstractContextManager[object] | None = None) -> None:
+        pages = aligned(RUN_SLOTS * PAGE_BYTES)
+        self.pages = [pages[i : i + PAGE_BYTES] for i in range(0, len(pages), PAGE_BYTES)]
+        """Where the header pages of a run are read into and written from."""
         self._files = files
+        self._gate = gate or contextlib.nullcontext()
         self._fds: dict[tuple[int, int], int] = {}
         self._uses = 0
 
-    def write(self, segment: Segment, slot: int, data: memoryview) -> None:
-        """Write :attr:`page` and a slot's bytes in one go."""
-        done = self._access(segment, slot, os.O_WRONLY, [self.page, data])
-        if done != segment.stride:
-            raise OSError(errno.EIO, f"{done} of {segment.stride} bytes were written")
+    def write(self, segment: Segment, first: int, run: Sequence[memoryview]) -> None:
+        """Write as many of :attr:`pages`, and the slots' bytes, in one go."""
+        parts = self._parts(run)
+        done = self._access(segment, first, os.O_WRONLY, parts)
+        if done != segment.stride * len(run):
+            raise OSError(errno.EIO, f"{done} of {segment.stride * len(run)} bytes were written")
 
-    def read(self, segment: Segment, slot: int, into: memoryview) -> int:
-        """Read :attr:`page` and a slot's bytes; how many bytes there were."""
-        return self._access(segment, slot, os.O_RDONLY, [self.page, into])
+    def read(self, segment: Segment, first: int, run: Sequence[memoryview]) -> int:
+        """Read as many of :attr:`pages`, and the slots' bytes; how many bytes there were."""
+        return self._access(segment, first, os.O_RDONLY, self._parts(run))
 
     def read_page(self, segment: Segment, slot: int) -> int:
-        """Read :attr:`page` alone; how many bytes there were."""
-        return self._access(segment, slot, os.O_RDONLY, [self.page])
+        """Read the first of :attr:`pages` alone; how many bytes there were."""
+        return self._access(segment, slot, os.O_RDONLY, self.pages[:1])
+
+    def _parts(self, run: Sequence[memoryview]) -> list[memoryview]:
+        return [part for pair in zip(self.pages, run, strict=False) for part in pair]
 
     def close(self) -> None:
         """Close all files. They are opened again as needed."""
@@ -167,6 +179,10 @@ class Slots:
             os.close(self._fds.popitem()[1])
 
     def _access(self, segment: Segment, slot: int, mode: int, parts: list[memoryview]) -> int:
+        with self._gate:
+            return self._transfer(segment, slot, mode, parts)
+
+    def _transfer(self, segment: Segment, slot: int, mode: int, parts: list[memoryview]) -> int:
         self._uses += 1
         if self._uses > _MAX_USES:
             self.close()
@@ -188,7 +204,7 @@ class Slots:
         fd = self._fd(segment, mode)
         done = _transfer(fd, mode, parts, offset)
         with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, offset, segment.stride, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
         return done
 
     def _fd(self, segment: Segment, mode: int) -> int:

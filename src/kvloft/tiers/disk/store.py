@@ -46,7 +46,7 @@ from kvloft.tiers.disk.format import (
     unpack_header,
 )
 from kvloft.tiers.disk.room import SLACK_BYTES, Fault, Name, Room, Shield, StaleError
-from kvloft.tiers.disk.segments import Files, Slots
+from kvloft.tiers.disk.segments import RUN_BYTES, RUN_SLOTS, Files, Slots
 from kvloft.tiers.disk.session import Session, Tables
 from kvloft.tiers.disk.view import HIDDEN, NONE, View
 from kvloft.units import PAGE_BYTES
@@ -69,6 +69,17 @@ class Place(NamedTuple):
 
     segment: Segment
     slot: int
+
+
+class Fill(NamedTuple):
+    """A chunk that is to be written."""
+
+    place: Place
+    record: Record
+    key: bytes
+    """All of it."""
+    data: memoryview
+    """The whole slot."""
 
 
 class Want(NamedTuple):
@@ -106,7 +117,7 @@ class Store:
         self.limit = limit
         self.view = View()
         self.files = Files(self.folder)
-        self.reading: dict[int, Place] = {}
+        self.reading: dict[int, Sequence[Place]] = {}
         """What this process reads just now, by thread."""
         self.awaited: dict[Name, int] = {}
         """What puts that are still to come rest on, and how many of them; it is not evicted."""
@@ -346,7 +357,7 @@ class Store:
             )
             header = None
             if reader.read_page(segment, slot) == PAGE_BYTES:
-                header = unpack_header(reader.page)
+                header = unpack_header(reader.pages[0])
             record = FREE_RECORD
             if header is not None and lies_at(header, segment, slot):
                 record = header.record(header.created)
@@ -422,30 +433,34 @@ class Store:
 
         def work(session: Session) -> list[Place | Outcome]:
             view = self.view
-            places: list[Place | Outcome] = []
+            out: list[Place | Outcome] = []
             self._mine -= taken  # Of a try before, whose changes have been undone.
             taken.clear()
-            busy = [view.id_at(p.segment.number, p.slot) for p in list(self.reading.values())]
+            busy = [
+                view.id_at(place.segment.number, place.slot)
+                for places in list(self.reading.values())
+                for place in places
+            ]
             shield = Shield(busy, self.awaited)
             for want in wants:
                 record = want.record
                 if view.find(record.digest, record.name) != NONE:
-                    places.append(Outcome.DONE)
+                    out.append(Outcome.DONE)
                     continue
                 parent = view.support(record)
                 slot_id = NONE
                 if parent is not None or want.parent_comes:
                     slot_id = self.room.take(view, session, want.stride, shield)
                 if slot_id == NONE:
-                    places.append(Outcome.REFUSED)
+                    out.append(Outcome.REFUSED)
                     continue
                 place = Place(*view.place(slot_id))
                 session.write(*place, record)
                 view.reserve(slot_id, record, NONE if parent is None else parent)
-                places.append(place)
+                out.append(place)
                 taken.add((place.segment.number, place.slot))
                 self._mine.add((place.segment.number, place.slot))
-            return places
+            return out
 
         try:
             return self.change(work)
@@ -453,23 +468,25 @@ class Store:
             self._mine -= taken
             raise
 
-    def write(
-        self, place: Place, record: Record, key: bytes, data: memoryview, slots: Slots
-    ) -> Record:
-        """Write a chunk into the slot reserved for it; its record as it is to be published.
+    def write(self, run: Sequence[Fill], slots: Slots) -> list[Record]:
+        """Write chunks into the slots reserved for them, which lie side by side (:func:`runs`);
+        their records as they are to be published.
 
-        ``data`` is the whole slot; what lies beyond the chunk's bytes becomes zeros.
+        What lies beyond the chunks' bytes in their slots becomes zeros.
         """
-        data[record.nbytes :] = bytes(len(data) - record.nbytes)
-        payload = xxhash.xxh3_64_intdigest(data)
-        header = Header(
-            record.rests, record.writer, record.digest, record.code, record.depth, record.parent,
-            record.nbytes, len(data), place.segment.number, place.slot, payload, record.created,
-            key,
-        )  # fmt: skip
-        pack_header(slots.page, header)
-        slots.write(*place, data)
-        return record._replace(state=READY, payload=payload, used=int(time.time()))
+        now, out = int(time.time()), []
+        for page, (place, record, key, data) in zip(slots.pages, run, strict=False):
+            data[record.nbytes :] = bytes(len(data) - record.nbytes)
+            payload = xxhash.xxh3_64_intdigest(data)
+            header = Header(
+                record.rests, record.writer, record.digest, record.code, record.depth,
+                record.parent, record.nbytes, len(data), place.segment.number, place.slot, payload,
+                record.created, key,
+            )  # fmt: skip
+            pack_header(page, header)
+            out.append(record._replace(state=READY, payload=payload, used=now))
+        slots.write(*run[0].place, [fill.data for fill in run])
+        return out
 
     def publish(self, written: Sequence[tuple[Place, Record]]) -> list[Outcome]:
         """Let chunks be found that have been written whole, those before others that rest on them.
@@ -531,35 +548,63 @@ class Store:
             return None
 
     def read(
-        self, digest: bytes, chunk: Chunk, into: memoryview, slots: Slots
-    ) -> tuple[Outcome, str]:
-        """Fill ``into``, the whole slot, with a chunk; DONE, MISSING, or DAMAGED with its cause."""
-        name = Name(digest, chunk_name(chunk.key, chunk.code))
-        for _ in range(2):
-            if (place := self.find(*name)) is None:
-                return Outcome.MISSING, ""
-            thread = threading.get_ident()
-            self.reading[thread] = place
+        self, digest: bytes, wants: Sequence[tuple[Chunk, memoryview]], slots: Slots
+    ) -> list[tuple[Outcome, str]]:
+        """Fill memory of whole slots with chunks, each one's own; for each DONE, MISSING, or
+        DAMAGED with its cause."""
+        out = [(Outcome.MISSING, "")] * len(wants)
+        left: Sequence[int] = range(len(wants))
+        thread = threading.get_ident()
+        for turn in range(2):
+            if turn:
+                self.peek()  # What is left has gone, or has moved.
+            found = [(i, self.find(digest, _name(wants[i][0]))) for i in left]
+            there = [(i, place) for i, place in found if place is not None]
+            places = [place for _, place in there]
+            self.reading[thread] = places
+            left = []
             try:
-                got = slots.read(*place, into)
-            except FileNotFoundError:
-                self._known = None  # Whoever has removed it, what is known of the store is void.
-            else:
-                if (cause := _flaw(digest, chunk, place, slots.page, into, got)) is None:
-                    self._hints.append((name, True))
-                    return Outcome.DONE, ""
-                if (record := self._record(place)) is not None and (
-                    record.state, record.digest, record.name
-                ) == (READY, *name):  # fmt: skip
-                    header = unpack_header(slots.page)
-                    if cause == "checksum" and header and header.payload != record.payload:
-                        cause = "torn"
-                    self.condemn(place, name)
-                    return Outcome.DAMAGED, cause
+                for run in runs(places):
+                    part = [there[at] for at in run]
+                    for i, answer in self._read_run(digest, part, wants, slots):
+                        if answer is None:
+                            left.append(i)
+                        else:
+                            out[i] = answer
             finally:
                 self.reading.pop(thread, None)
-            self.peek()  # It has gone, or has moved.
-        return Outcome.MISSING, ""
+            if not left:
+                break
+        return out
+
+    def _read_run(
+        self, digest: bytes, run: Sequence[tuple[int, Place]],
+        wants: Sequence[tuple[Chunk, memoryview]], slots: Slots,
+    ) -> Iterator[tuple[int, tuple[Outcome, str] | None]]:  # fmt: skip
+        """Read what lies side by side; ``None`` for what is not where it was thought to be."""
+        stride = run[0][1].segment.stride
+        try:
+            got = slots.read(*run[0][1], [wants[i][1] for i, _ in run])
+        except FileNotFoundError:
+            got = -1
+            self._known = None  # Whoever has removed it, what is known of the store is void.
+        for at, (i, place) in enumerate(run):
+            chunk, into = wants[i]
+            name, page = Name(digest, _name(chunk)), slots.pages[at]
+            cause = _flaw(digest, chunk, place, page, into, got - at * stride)
+            if cause is None:
+                self._hints.append((name, True))
+                yield i, (Outcome.DONE, "")
+                continue
+            record = self._record(place) if got >= 0 else None
+            if record is None or (record.state, record.digest, record.name) != (READY, *name):
+                yield i, None
+                continue
+            header = unpack_header(page)
+            if cause == "checksum" and header and header.payload != record.payload:
+                cause = "torn"
+            self.condemn(place, name)
+            yield i, (Outcome.DAMAGED, cause)
 
     def _record(self, place: Place) -> Record | None:
         with contextlib.closing(Tables(self.files)) as tables:
@@ -682,6 +727,28 @@ class Store:
     def used_bytes(self) -> int:
         """What the store takes, as far as is known; at once."""
         return self.room.overhead + self.view.total_bytes
+
+
+def runs(places: Sequence[Place]) -> Iterator[list[int]]:
+    """The indices of places that lie side by side, in the order in which they lie."""
+    order = sorted(range(len(places)), key=lambda i: (places[i].segment.number, places[i].slot))
+    run: list[int] = []
+    for i in order:
+        segment, slot = places[i]
+        if run and (
+            (segment, slot - 1) != places[run[-1]]
+            or len(run) == RUN_SLOTS
+            or len(run) * segment.stride >= RUN_BYTES
+        ):
+            yield run
+            run = []
+        run.append(i)
+    if run:
+        yield run
+
+
+def _name(chunk: Chunk) -> bytes:
+    return chunk_name(chunk.key, chunk.code)
 
 
 def lies_at(header: Header, segment: Segment, slot: int) -> bool:

@@ -655,7 +655,7 @@ def _flaw(
 ) -> str | None:
     """Why a slot does not hold what its record says; ``None`` if it does."""
     try:
-        got = slots.read(segment, slot, data)
+        got = slots.read(segment, slot, [data])
     except FileNotFoundError:
         return "short"
     except OSError as error:
@@ -664,7 +664,7 @@ def _flaw(
         return cause_of(error)
     if got < segment.stride:
         return "short"
-    if (header := unpack_header(slots.page)) is None:
+    if (header := unpack_header(slots.pages[0])) is None:
         return "header"
     if not lies_at(header, segment, slot) or (header.digest, header.key[:16], header.code) != (
         record.digest, record.key, record.code,

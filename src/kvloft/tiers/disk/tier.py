@@ -24,13 +24,14 @@ from kvloft.tiers.disk.control import LockedError
 from kvloft.tiers.disk.faults import Faults
 from kvloft.tiers.disk.format import Record, check_chunk, chunk_name, reservation
 from kvloft.tiers.disk.room import FIXED_BYTES, Name, least_bytes
-from kvloft.tiers.disk.segments import Slots
-from kvloft.tiers.disk.store import Place, Store, Want
+from kvloft.tiers.disk.segments import RUN_BYTES, RUN_SLOTS, Slots
+from kvloft.tiers.disk.store import Fill, Place, Store, Want, runs
 from kvloft.tiers.options import DiskOptions
 from kvloft.units import PAGE_BYTES, format_size, page_aligned
 
-_BATCH = 16
 _BATCH_BYTES = 16 << 20
+_MORE_THREADS = 2
+"""Threads beyond those that may access the device: for checksums and the books meanwhile."""
 _MAX_GETS = 1024
 _KEEPER_SECONDS = 1.0
 _FAILURES = 5
@@ -52,7 +53,7 @@ class _Put:
     """A put on its way."""
 
     __slots__ = (
-        "above", "chunk", "data", "deadline", "futures", "name", "outcome", "place", "record",
+        "above", "begun", "chunk", "data", "deadline", "futures", "name", "outcome", "place", "record",
         "waiting",
     )  # fmt: skip
 
@@ -67,6 +68,8 @@ class _Put:
         self.futures: list[Future[Outcome]] = []
         self.above: _Put | None = None
         """The put of what this chunk rests on, if that had not ended when this one came."""
+        self.begun = False
+        """Whether the memory is in use."""
         self.waiting: list[_Put] = []
         """Puts that have been written and can't be published before this one has ended."""
         self.place: Place | None = None
@@ -128,9 +131,10 @@ class DiskTier:
         self._ended: dict[str, Counter[str]] = {"puts": Counter(), "gets": Counter()}
         self._done_bytes = {"puts": 0, "gets": 0}
         self._stop = threading.Event()
+        self._gate = threading.BoundedSemaphore(options.threads)
         self._threads = [
             threading.Thread(target=self._serve, name=f"kvloft-disk-{i}", daemon=True)
-            for i in range(options.threads)
+            for i in range(options.threads + _MORE_THREADS)
         ]
         self._keeper = threading.Thread(target=self._keep, name="kvloft-disk-keeper", daemon=True)
         for thread in (*self._threads, self._keeper):
@@ -243,7 +247,8 @@ class DiskTier:
             if self._closed:
                 return
             self._closed = True
-            puts, gets = list(self._puts), list(self._gets)
+            puts = [put for put in self._in_flight.values() if not put.begun]
+            gets = list(self._gets)
             self._puts.clear()
             self._gets.clear()
             self._work.notify_all()
@@ -315,7 +320,7 @@ class DiskTier:
     # ---------------------------------------------------------------- threads
 
     def _serve(self) -> None:
-        slots = Slots(self._store.files)
+        slots = Slots(self._store.files, self._gate)
         while True:
             with self._lock:
                 while not (self._gets or self._puts or self._closed):
@@ -324,16 +329,16 @@ class DiskTier:
                 if not (self._gets or self._puts):
                     slots.close()
                     return
-                job = self._gets.popleft() if self._gets else None
-                batch = self._take_batch() if job is None else []
-            if job is not None:
-                self._answer(job, slots)
+                jobs = self._take_jobs()
+                batch = [] if jobs else self._take_batch()
+            if jobs:
+                self._answer(jobs, slots)
             else:
                 self._write(batch, slots)
 
     def _take_batch(self) -> list[_Put]:
         # Not more than a fair share, so that all threads have something to do.
-        most = min(_BATCH, -(-len(self._puts) // self._options.threads))
+        most = min(RUN_SLOTS, -(-len(self._puts) // self._options.threads))
         batch: list[_Put] = []
         nbytes = 0
         while self._puts and len(batch) < most and nbytes < _BATCH_BYTES:
@@ -341,42 +346,79 @@ class DiskTier:
             nbytes += len(batch[-1].data)
         return batch
 
+    def _take_jobs(self) -> list[_Get | _Call]:
+        """One question, or the next get and those after it whose chunks lie beside its own."""
+        if not self._gets:
+            return []
+        jobs = [self._gets.popleft()]
+        if isinstance(jobs[0], _Call) or (place := self._place(jobs[0])) is None:
+            return jobs
+        most = min(RUN_SLOTS, -(-len(self._gets) // self._options.threads))
+        segment, first = place
+        last = first
+        while len(jobs) < most and len(jobs) * segment.stride < RUN_BYTES:
+            job = self._gets[0]
+            place = None if isinstance(job, _Call) else self._place(job)
+            if place == (segment, last + 1):
+                last += 1
+            elif place == (segment, first - 1):
+                first -= 1
+            else:
+                break
+            jobs.append(self._gets.popleft())
+        return jobs
+
+    def _place(self, get: _Get) -> Place | None:
+        return self._store.find(self._digest, chunk_name(get.chunk.key, get.chunk.code))
+
     def _answer_gets(self, slots: Slots) -> None:
         while self._gets:
-            try:
-                job = self._gets.popleft()
-            except IndexError:  # Another thread was faster.
-                return
-            self._answer(job, slots)
+            with self._lock:
+                jobs = self._take_jobs()
+            self._answer(jobs, slots)
 
-    def _answer(self, job: _Get | _Call, slots: Slots) -> None:
-        late = job.deadline is not None and time.monotonic() > job.deadline
-        if isinstance(job, _Get):
-            self._end_get(job, Outcome.LATE if late else self._read(job, slots))
-            return
-        answer = job.otherwise
-        if not late:
-            try:
-                answer = job.work()
-            except Exception as error:
-                self._failed("asking", error)
-        job.future.set_result(answer)
+    def _answer(self, jobs: Sequence[_Get | _Call], slots: Slots) -> None:
+        now = time.monotonic()
+        gets = []
+        for job in jobs:
+            late = job.deadline is not None and now > job.deadline
+            if isinstance(job, _Call):
+                job.future.set_result(job.otherwise if late else self._find_out(job))
+            elif late:
+                self._end_get(job, Outcome.LATE)
+            else:
+                gets.append(job)
+        if gets:
+            self._read(gets, slots)
 
-    def _read(self, get: _Get, slots: Slots) -> Outcome:
+    def _find_out(self, call: _Call) -> Any:
         try:
-            outcome, cause = self._store.read(self._digest, get.chunk, get.into, slots)
+            return call.work()
         except Exception as error:
+            self._failed("asking", error)
+            return call.otherwise
+
+    def _read(self, gets: Sequence[_Get], slots: Slots) -> None:
+        wants = [(get.chunk, get.into) for get in gets]
+        try:
+            answers = self._store.read(self._digest, wants, slots)
+        except Exception as error:
+            if len(gets) > 1:  # Perhaps not all of them lie on a bad spot.
+                for get in gets:
+                    self._read([get], slots)
+                return
             self._failed("reading from", error)
-            return Outcome.FAILED
-        if outcome is Outcome.DAMAGED:
-            self._faults.add(
-                cause,
-                f"a chunk in {self._store.folder} is damaged ({cause}); it is removed and will be "
-                "computed again. Check the device",
-            )
-        elif outcome is Outcome.DONE:
-            self._failures = 0
-        return outcome
+            answers = [(Outcome.FAILED, "")]
+        for get, (outcome, cause) in zip(gets, answers, strict=True):
+            if outcome is Outcome.DAMAGED:
+                self._faults.add(
+                    cause,
+                    f"a chunk in {self._store.folder} is damaged ({cause}); it is removed and will "
+                    "be computed again. Check the device",
+                )
+            elif outcome is Outcome.DONE:
+                self._failures = 0
+            self._end_get(get, outcome)
 
     def _write(self, batch: list[_Put], slots: Slots) -> None:
         """Put all of a batch, in order."""
@@ -397,30 +439,37 @@ class DiskTier:
             for put in begun:
                 self._finish(self._end_put(put, outcome))
             return
-        written: list[_Put] = []
+        placed: list[tuple[_Put, Place]] = []
         for put, place in zip(begun, places, strict=True):
             if isinstance(place, Outcome):
                 self._finish(self._end_put(put, place))
-                continue
-            put.place = place
-            self._answer_gets(slots)
-            outcome = self._write_one(put, place, slots)
-            if outcome is Outcome.DONE:
-                written.append(put)
             else:
-                self._finish(self._give_up([put], outcome))
-        self._finish(written)
+                put.place = place
+                placed.append((put, place))
+        for run in runs([place for _, place in placed]):
+            self._answer_gets(slots)
+            self._write_run([placed[at] for at in run], slots)
+        self._finish([put for put, _ in placed if put.outcome is None])
 
-    def _write_one(self, put: _Put, place: Place, slots: Slots) -> Outcome:
-        if self._closed:
-            return Outcome.LATE
+    def _write_run(self, run: Sequence[tuple[_Put, Place]], slots: Slots) -> None:
+        """Write what lies side by side; puts for which that fails have ended."""
+        with self._lock:
+            late = self._closed
+            for put, _ in run:
+                put.begun = not late
+        if late:
+            self._finish(self._give_up([put for put, _ in run], Outcome.LATE))
+            return
         try:
-            data = memoryview(bytearray(put.data)) if put.data.readonly else put.data
-            put.record = self._store.write(place, put.record, put.chunk.key, data, slots)
+            fills = [Fill(place, put.record, put.chunk.key, _own(put.data)) for put, place in run]
+            records = self._store.write(fills, slots)
         except Exception as error:
-            return self._failed("writing to", error)
+            outcome = self._failed("writing to", error)
+            self._finish(self._give_up([put for put, _ in run], outcome))
+            return
         self._failures = 0
-        return Outcome.DONE
+        for (put, _), record in zip(run, records, strict=True):
+            put.record = record
 
     def _finish(self, puts: list[_Put]) -> None:
         """Publish what has been written, and then what has waited for that."""
@@ -444,11 +493,16 @@ class DiskTier:
         """Which of these can be published together, and which never; the others are to wait."""
         ready: dict[_Put, None] = {}
         refused = []
+        todo = deque(puts)
         with self._lock:
-            for put in puts:
+            while todo:
+                put = todo.popleft()
                 above = put.above
                 if above is None or above.outcome is Outcome.DONE or above in ready:
                     ready[put] = None
+                    # All of a path at once: one by one would take the store's lock for each.
+                    todo.extend(put.waiting)
+                    put.waiting = []
                 elif above.outcome is None:
                     above.waiting.append(put)
                 else:
@@ -528,6 +582,11 @@ class DiskTier:
         for thread in self._threads:
             thread.join()
         self._store.leave()
+
+
+def _own(data: memoryview) -> memoryview:
+    """Memory that can be written to: what lies beyond a chunk becomes zeros."""
+    return memoryview(bytearray(data)) if data.readonly else data
 
 
 def _open(options: DiskOptions, namespace: Namespace, faults: Faults) -> tuple[Store, int]:

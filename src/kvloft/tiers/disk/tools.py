@@ -246,12 +246,12 @@ class StoreTools:
         self, segment: Segment, slot: int, record: Record, data: memoryview, slots: Slots
     ) -> str | None:
         try:
-            got = slots.read(segment, slot, data)
+            got = slots.read(segment, slot, [data])
         except FileNotFoundError:
             return "short"
         if got < segment.stride:
             return "short"
-        if (header := unpack_header(slots.page)) is None:
+        if (header := unpack_header(slots.pages[0])) is None:
             return "header"
         if not lies_at(header, segment, slot) or (header.digest, header.key[:16], header.code) != (
             record.digest, record.key, record.code,
