@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.effort import examples
 
-from kvloft.errors import ConfigError
 from kvloft.testing.tiers import chain, content, needs, with_all
 from kvloft.tiers.base import Chunk, Outcome
 from kvloft.tiers.disk import Store, StoreTools, control
@@ -32,6 +31,7 @@ from kvloft.tiers.disk.format import (
 from kvloft.tiers.disk.room import FIXED_BYTES, Name
 from kvloft.tiers.disk.segments import Files, Slots, aligned
 from kvloft.tiers.disk.store import Fill, Place, Want
+from kvloft.tiers.disk.survey import Flaw, Selection, Survey
 from kvloft.units import PAGE_BYTES, page_aligned
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -131,7 +131,13 @@ def used(path: Path) -> int:
 
 
 def reserved(path: Path) -> int:
-    return StoreTools(path).usage().reserved
+    return sum(size.reserved for size in Survey(path).totals().sizes)
+
+
+def flaws(path: Path) -> list[Flaw]:
+    """What a verification finds."""
+    survey, everything = Survey(path), Selection()
+    return [*survey.broken(everything), *survey.unreadable(everything, lambda _: None)]
 
 
 def one_size(slots: int, nbytes: int = 8192) -> int:
@@ -544,7 +550,7 @@ def still_right(path: Path, chunks: Sequence[Chunk], limit: int = 1 << 20) -> in
     assert user.held(chunks) == list(chunks)
     assert used(path) <= limit
     user.leave()
-    assert list(StoreTools(path).verify()) == []
+    assert flaws(path) == []
     return outcomes.count(Outcome.DONE)
 
 
@@ -695,105 +701,10 @@ def test_a_slot_given_to_another_is_a_miss_and_no_damage(tmp_path: Path) -> None
     two.leave()
 
 
-# --- tools ----------------------------------------------------------------------------------------
-
-
-def test_tools_see_what_is_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no store"):
-        StoreTools(tmp_path)
-    chunks = filled(tmp_path)
-    other = User(tmp_path, 1 << 20, OTHER)
-    other.put(chunks[0])
-    other.reserve(chunks[1])
-    tools = StoreTools(tmp_path)
-    listed = list(tools.chunks(DIGEST))
-    assert {(c.key, c.code, c.depth, c.nbytes, c.ready) for c in listed} == {
-        (c.key[:16], c.code, c.depth, c.nbytes, True) for c in chunks
-    }
-    assert all(abs(c.created - time.time()) < 60 for c in listed)
-    [new, old] = sorted(tools.namespaces(), key=lambda n: n.chunks)
-    assert (new.digest, new.chunks, old.digest, old.chunks) == (OTHER, 1, DIGEST, len(chunks))
-    assert old.nbytes == sum(c.nbytes for c in chunks)
-    assert old.about["model"] == "test"
-    usage = tools.usage()
-    assert (usage.ready, usage.reserved, usage.writers) == (len(chunks) + 1, 1, 1)
-    assert usage.total_bytes == used(tmp_path)
-    told: list[tuple[int, int]] = []
-    assert list(tools.verify(lambda done, total: told.append((done, total)))) == []
-    assert told[-1][0] == told[-1][1]
-    assert tools.collect().chunks == 0
-    assert other.get(chunks[0]) is Outcome.DONE
-    other.leave()
-
-
-def test_tools_remove_what_they_are_told_to(tmp_path: Path) -> None:
-    chunks = filled(tmp_path)
-    user = User(tmp_path, 1 << 20)
-    tools = StoreTools(tmp_path)
-    first = chunks[:4]
-    assert tools.remove([user.name(first[0])]) == len(chunks) // 2
-    assert user.held(chunks) == chunks[len(chunks) // 2 :]
-    assert tools.collect(unused_for=3600).chunks == 0
-    with at_time(time.time() + 7200):
-        user.store.hint(user.name(chunks[-1]), touched=True)
-        user.store.upkeep()
-        tools.collect(unused_for=3600)
-    # The last one and the full chunks that it rests on.
-    path = chunks[len(chunks) // 2 :]
-    assert user.held(chunks) == [c for c in path if c.code == "f" or c is chunks[-1]]
-    assert user.put(chunks[0]) is Outcome.DONE
-    assert tools.clear(OTHER).chunks == 0
-    before = used(tmp_path)
-    cleared = tools.clear()
-    assert cleared.chunks == 5
-    assert cleared.freed_bytes == before - used(tmp_path) > 0
-    assert user.held(chunks) == []
-    assert tools.usage().segments == 0
-    assert user.put(chunks[0]) is Outcome.DONE
-    user.leave()
-
-
-def test_tools_make_the_store_smaller(tmp_path: Path) -> None:
-    user = User(tmp_path, 8 << 20)
-    chunks = [chain(i, 1)[0] for i in range(300)]
-    for chunk in chunks:
-        user.put(chunk)
-    collected = StoreTools(tmp_path).collect(down_to=2 << 20)
-    assert used(tmp_path) <= 2 << 20
-    held = user.held(chunks)
-    assert collected.chunks == len(chunks) - len(held)
-    assert 0 < len(held) < len(chunks)
-    user.leave()
-
-
-def test_tools_find_every_flaw(tmp_path: Path) -> None:
-    chunks = filled(tmp_path)
-    tools = StoreTools(tmp_path)
-    by_name = {c.name: c for c in tools.chunks()}
-    victims = [c for c in by_name.values() if c.code == "W0"][:4]
-    for i, chunk in enumerate(victims):
-        segment = Segment(chunk.segment, chunk.slot_bytes + PAGE_BYTES, 0)
-        [file] = tmp_path.glob(f"kvloft-1/{segment.number:06d}-*.seg")
-        at = chunk.slot * segment.stride
-        with file.open("r+b") as opened:
-            opened.seek(at)
-            page = bytearray(opened.read(PAGE_BYTES))
-            opened.seek(at + (0, 4000, PAGE_BYTES, PAGE_BYTES + chunk.nbytes - 1)[i])
-            opened.write(b"\x99\x98")
-        assert page
-    flaws = list(tools.verify())
-    assert {flaw.name for flaw in flaws} == {c.name for c in victims}
-    assert {flaw.cause for flaw in flaws} == {"header", "checksum"}
-    names = [flaw.name for flaw in flaws if flaw.name]
-    assert tools.remove(names) == len(names)
-    assert list(tools.verify()) == []
-    assert still_right(tmp_path, chunks) == len(chunks) - len(names)
-
-
 def test_only_its_own_folder_is_touched(tmp_path: Path) -> None:
     (tmp_path / "000001-8192-4.seg").write_text("mine")
     filled(tmp_path)
-    StoreTools(tmp_path).clear()
+    StoreTools(tmp_path).clear(Selection())
     assert (tmp_path / "000001-8192-4.seg").read_text() == "mine"
     for path in [tmp_path / "kvloft-1", *(tmp_path / "kvloft-1").rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0, path

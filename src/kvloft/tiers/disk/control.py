@@ -209,8 +209,12 @@ class Writer:
 
 def live_writers(folder: Path, *, reap: bool = True) -> set[int]:
     """The writers that are alive; ``reap``: remove the files of others."""
-    alive = set()
-    for name in os.listdir(folder):  # noqa: PTH208
+    alive: set[int] = set()
+    try:
+        names = os.listdir(folder)  # noqa: PTH208
+    except FileNotFoundError:
+        return alive
+    for name in names:
         if not _WRITER.fullmatch(name):
             continue
         try:

@@ -1,29 +1,24 @@
 """What is in a store and what is wrong with it, for people, beside engines that go on using it.
 
-Everything here only reads, without the store's lock; what changes a store is
-:class:`kvloft.tiers.disk.tools.StoreTools`. So a table may be read while somebody writes a record,
-a segment may go, a chunk may be evicted under a reader's hands. Whatever looks wrong is therefore
-looked at again, and counts only if it is wrong in the same way still.
+Everything here only reads; what changes a store is in :mod:`kvloft.tiers.disk.tools`. No lock is
+held meanwhile, so a table may be read while somebody writes a record, a segment may go, a chunk may
+be evicted under a reader's hands. Whatever looks wrong is therefore looked at again, and counts
+only if it is still wrong in the same way.
 
-Nothing in a store is trusted: names are for people and read with a limit, files are opened without
-following links, and what is no plain file is left alone.
+Methods raise ``OSError``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
-import stat
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +31,6 @@ from kvloft.tiers.disk.faults import cause_of
 from kvloft.tiers.disk.format import (
     COLUMNS,
     DIGEST_AT,
-    FULL_CODE,
     NAME_AT,
     NAME_BYTES,
     READY,
@@ -49,11 +43,9 @@ from kvloft.tiers.disk.format import (
     unpack_header,
     unpack_record,
 )
-from kvloft.tiers.disk.room import Name, Room
+from kvloft.tiers.disk.room import Name
 from kvloft.tiers.disk.segments import Files, Slots, aligned
-from kvloft.tiers.disk.session import Session
 from kvloft.tiers.disk.store import FOLDER, lies_at
-from kvloft.tiers.disk.view import NONE, View
 
 CREATED_AT = 88
 """Where in a record the time lies at which it was written."""
@@ -64,8 +56,6 @@ _PAUSE_SECONDS = 0.01
 _ABOUT_BYTES = 64 << 10
 _ABOUT_CHARS = 300
 _NAMES_FILE = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
-_MEDIUM = (errno.EIO, errno.EILSEQ, errno.ENODATA, errno.EUCLEAN)
-"""Errors that one place of a device may have while others are fine."""
 
 _CLASSES = {
     "f": r"f", "full": r"f", "s": r"s", "state": r"s", "window": r"[wW]\d+", "short": r"w\d+",
@@ -275,7 +265,7 @@ class Entry(NamedTuple):
     name: Name
 
 
-class Fault(NamedTuple):
+class Flaw(NamedTuple):
     """Something that is not as it should be, and where."""
 
     cause: str
@@ -298,50 +288,14 @@ class Progress:
     """That have been evicted before they could be read, or meanwhile."""
 
 
-@dataclass(slots=True)
-class Plan:
-    """What a clean-up would do."""
-
-    leftover_files: int = 0
-    damaged_records: int = 0
-    """Made anew from the chunks' headers, or given up."""
-    orphans: int = 0
-    """Chunks whose parent is missing, or that are there twice."""
-    dead_reservations: int = 0
-    """Slots that killed engines were writing."""
-    stale: list[Name] = field(default_factory=list)
-    """Chunks unused for longer than is wanted; what rests on them is not listed."""
-    unused_chunks: int = 0
-    """Those, with all that rests on them."""
-    shrunk_chunks: int = 0
-    """Chunks that go to reach the size."""
-    segments: int = 0
-    freed_bytes: int = 0
-
-
 class Survey:
-    """A store, seen from outside. ``path`` is the directory that has it in it (:func:`locate`).
-
-    ``OSError`` passes through.
-    """
+    """A store, seen from outside. ``path`` is the directory that has it in it (:func:`locate`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.folder = path / FOLDER
         self.files = Files(self.folder)
-        self.about = _names(self.folder / "names")
-        self._wanted: dict[tuple[int, bytes], bool] = {}
-
-    def check_folders(self) -> None:
-        """See that a change would stay within the store, and make what is missing.
-
-        Raises :class:`ConfigError`.
-        """
-        for name in ("names", "writers"):
-            folder = self.folder / name
-            if folder.is_symlink():
-                raise ConfigError(f"{str(folder)!r} is a symbolic link; nothing is changed there")
-            folder.mkdir(mode=0o700, exist_ok=True)
+        self.about = names_in(self.folder / "names")
 
     # ---------------------------------------------------------------- looking
 
@@ -367,7 +321,9 @@ class Survey:
     def _is_whole(self, segment: Segment) -> bool:
         return _size(self.folder / segment.data_name) >= segment.data_bytes
 
-    def wanted(self, table: Table, selection: Selection) -> npt.NDArray[np.bool_]:
+    def wanted(
+        self, table: Table, selection: Selection, *, of_any_age: bool = False
+    ) -> npt.NDArray[np.bool_]:
         """Which slots hold chunks that are meant."""
         mask = np.zeros(len(table.rows), dtype=np.bool_)
         for digest, code, slots in table.kinds():
@@ -375,7 +331,7 @@ class Survey:
                 _code(code)
             ):
                 mask |= slots
-        if selection.unused_since is not None:
+        if selection.unused_since is not None and not of_any_age:
             mask &= table.used < selection.unused_since
         return mask
 
@@ -451,12 +407,12 @@ class Survey:
 
     # ---------------------------------------------------------------- verification
 
-    def broken(self, selection: Selection) -> Iterator[Fault]:
+    def broken(self, selection: Selection) -> Iterator[Flaw]:
         """What is wrong by the tables alone: records that are damaged, segments that are short."""
         if selection.everything:  # Else it can't be told whether a record is meant.
             for table in self.tables():
                 for slot in np.flatnonzero(~table.good).tolist():
-                    yield Fault("record", table.segment.table_name, slot, None)
+                    yield Flaw("record", table.segment.table_name, slot, None)
         for name in self.files.found()[1]:
             segment = segment_of(name)
             if segment is None or name != segment.data_name:
@@ -467,9 +423,9 @@ class Survey:
                 continue
             for slot in np.flatnonzero(self.wanted(table, selection)).tolist():
                 if (record := table.record(slot)) is not None:
-                    yield Fault("short", name, slot, _entry(record))
+                    yield Flaw("short", name, slot, _entry(record))
 
-    def unreadable(self, selection: Selection, tell: Callable[[Progress], None]) -> Iterator[Fault]:
+    def unreadable(self, selection: Selection, tell: Callable[[Progress], None]) -> Iterator[Flaw]:
         """Read every byte of the chunks that are meant, and yield what is wrong.
 
         ``tell`` is called after each chunk. Takes the memory of the largest chunk and of the
@@ -491,7 +447,7 @@ class Survey:
                     progress.chunks += record is not None
                     progress.gone += record is None
                     if cause is not None and record is not None:
-                        yield Fault(cause, segment.data_name, slot, _entry(record))
+                        yield Flaw(cause, segment.data_name, slot, _entry(record))
                     tell(progress)
         progress.total_bytes = progress.done_bytes
         tell(progress)
@@ -519,135 +475,13 @@ class Survey:
             return None
         return unpack_record(self.files.table(segment)[slot].tobytes(), segment.number, slot)
 
-    # ---------------------------------------------------------------- clean-ups
-
-    def plan(self, selection: Selection, *, old: bool, down_to: int | None) -> Plan:
-        """What a clean-up would do now. ``old``: chunks of ``selection`` that nobody has used, nor
-        anything that rests on them, since the time in it go too. ``down_to``: bytes."""
-        plan, view, created = Plan(), View(), {}
-        tables = list(self.tables())
-        for table in tables:
-            plan.damaged_records += int((~table.good).sum())
-            created[table.segment.number] = table.created
-        plan.orphans = len(view.load((table.segment, table.rows) for table in tables))
-        del tables
-        leftovers = self.files.found()[1]
-        plan.leftover_files = len(leftovers)
-        plan.freed_bytes = sum(max(0, _size(self.folder / name)) for name in leftovers)
-        alive = self._alive()
-        session = cast(Session, _Nothing())
-        room = _DryRoom(self.files, self.folder / "writers", down_to, lambda cause, text: None)
-        room.overhead = self.files.measure() - view.total_bytes - plan.freed_bytes
-        before = view.total_bytes, len(view.extents)
-        plan.dead_reservations = room.free_reserved(view, session, alive)
-        if old:
-            plan.stale = self._stale(view, created, selection)
-            for name in plan.stale:
-                plan.unused_chunks += room.remove(view, session, view.find(*name))
-        if down_to is not None:
-            room.shrink(view, session, down_to)
-            plan.shrunk_chunks = room.evicted
-        busy = {view.segment[slot_id] for slot_id in view.reserved}
-        for number, extent in list(view.extents.items()):
-            if number not in busy and not view.chunks_in(extent):
-                room.drop(view, session, extent)
-        plan.freed_bytes += before[0] - view.total_bytes
-        plan.segments = before[1] - len(view.extents)
-        return plan
-
-    def _alive(self) -> set[int]:
-        try:
-            with control.locked(f"{self.folder}/control", _LOCK_SECONDS):
-                return control.live_writers(self.folder / "writers", reap=False)
-        except FileNotFoundError:
-            return set()
-
-    def _stale(
-        self, view: View, created: Mapping[int, npt.NDArray[np.uint32]], selection: Selection
-    ) -> list[Name]:
-        """Chunks that are meant and old with all that rests on them, by segment; those that go
-        with another are left out."""
-        cutoff, now = selection.unused_since or 0, int(time.time())
-        ids = [i for i in view.all_ids() if view.state[i] == READY]
-        newest = {}
-        for slot_id in ids:
-            segment, slot = view.place(slot_id)
-            newest[slot_id] = max(view.used[slot_id], int(created[segment.number][slot]))
-        newest |= dict.fromkeys(view.reserved, now)
-        # Children come before parents: deeper full chunks first, all others before those.
-        order = sorted(newest, key=lambda i: (view.name(i)[16:] == FULL_CODE, -view.depth[i]))
-        for slot_id in order:
-            if (parent := view.parent[slot_id]) != NONE:
-                newest[parent] = max(newest[parent], newest[slot_id])
-
-        @cache
-        def meant(digest: bytes, code: bytes) -> bool:
-            return selection.names(digest, self.about.get(digest, {})) and selection.covers(
-                _code(code)
-            )
-
-        def goes(slot_id: int) -> bool:
-            return newest[slot_id] < cutoff and meant(view.digest(slot_id), view.name(slot_id)[16:])
-
-        return [
-            Name(view.digest(i), view.name(i))
-            for i in ids
-            if goes(i) and (view.parent[i] == NONE or not goes(view.parent[i]))
-        ]
-
-    def forget_names(self) -> int:
-        """Remove files that name namespaces without chunks, if no engine is running; how many."""
-        folder = self.folder / "names"
-        with control.locked(f"{self.folder}/control", _LOCK_SECONDS):
-            if control.live_writers(self.folder / "writers"):
-                return 0  # An engine may be about to fill its namespace.
-            full = {digest for table in self.tables() for digest, _, _ in table.kinds()}
-            gone = [digest for digest in _names(folder) if digest not in full]
-            with contextlib.closing(_Folder(folder)) as names:
-                for digest in gone:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(f"{digest.hex()}.json", dir_fd=names.fd)
-        return len(gone)
-
-
-class _Nothing:
-    """A session in which nothing happens."""
-
-    def begin(self) -> None:
-        pass
-
-    def write(self, segment: Segment, slot: int, record: Record) -> None:
-        pass
-
-    def remove(self, segment: Segment) -> None:
-        pass
-
-
-class _DryRoom(Room):
-    """Makes room in an index alone."""
-
-    def measure(self, view: View) -> int:
-        return self.overhead + view.total_bytes
-
-
-class _Folder:
-    """An open directory that is no link; raises ``OSError``."""
-
-    def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | FLAGS)
-
-    def close(self) -> None:
-        """Close it."""
-        os.close(self.fd)
-
 
 def _size(path: Path) -> int:
-    """Bytes of a plain file; -1 if there is none."""
+    """Bytes of a file; -1 if there is none."""
     try:
-        found = path.lstat()
+        return path.lstat().st_size
     except FileNotFoundError:
         return -1
-    return found.st_size if stat.S_ISREG(found.st_mode) else -1
 
 
 def _flaw(
@@ -659,8 +493,6 @@ def _flaw(
     except FileNotFoundError:
         return "short"
     except OSError as error:
-        if error.errno not in _MEDIUM:
-            raise
         return cause_of(error)
     if got < segment.stride:
         return "short"
@@ -686,41 +518,27 @@ def _entry(record: Record) -> Entry:
     )  # fmt: skip
 
 
-def _names(folder: Path) -> dict[bytes, dict[str, str]]:
-    """What engines have said of their namespaces."""
-    found: dict[bytes, dict[str, str]] = {}
-    try:
-        opened = _Folder(folder)
-    except OSError:
-        return found
-    with contextlib.closing(opened):
-        for name in sorted(os.listdir(opened.fd)):  # noqa: PTH208
-            if _NAMES_FILE.fullmatch(name):
-                found[bytes.fromhex(name[:32])] = _about(name, opened.fd)
-    return found
+def names_in(folder: Path) -> dict[bytes, dict[str, str]]:
+    """What engines have said of their namespaces, as far as it is text."""
+    with contextlib.suppress(FileNotFoundError):
+        return {
+            bytes.fromhex(path.stem): _about(path)
+            for path in sorted(folder.iterdir())
+            if _NAMES_FILE.fullmatch(path.name)
+        }
+    return {}
 
 
-def _about(name: str, folder: int) -> dict[str, str]:
-    """What a small file says of a namespace, as far as it is text under short names."""
+def _about(path: Path) -> dict[str, str]:
     try:
-        # Without O_NONBLOCK, a pipe in its place would keep us waiting.
-        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | FLAGS, dir_fd=folder)
-    except OSError:
-        return {}
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _ABOUT_BYTES:
-            return {}
-        said = json.loads(os.read(fd, _ABOUT_BYTES))
+        # Anybody may have put it there: no links, and no waiting for a pipe.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | FLAGS)
+        try:
+            said = json.loads(os.read(fd, _ABOUT_BYTES))
+        finally:
+            os.close(fd)
     except (OSError, ValueError, RecursionError):
         return {}
-    finally:
-        os.close(fd)
     if not isinstance(said, dict):
         return {}
     return {k[:_ABOUT_CHARS]: v[:_ABOUT_CHARS] for k, v in said.items() if isinstance(v, str)}
-
-
-def count_by_cause(faults: Iterable[Fault]) -> dict[str, int]:
-    """Faults by cause."""
-    return dict(sorted(Counter(fault.cause for fault in faults).items()))

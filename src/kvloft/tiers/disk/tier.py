@@ -53,8 +53,8 @@ class _Put:
     """A put on its way."""
 
     __slots__ = (
-        "above", "begun", "chunk", "data", "deadline", "futures", "name", "outcome", "place", "record",
-        "waiting",
+        "above", "begun", "chunk", "data", "deadline", "futures", "name", "outcome", "place",
+        "record", "waiting",
     )  # fmt: skip
 
     def __init__(
