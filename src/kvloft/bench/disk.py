@@ -6,7 +6,8 @@ checksum, no books. *Fresh* means that a byte range is written for the first tim
 preallocated, *again* that it is overwritten, which is what a full store does all the time.
 
 Peers, where their files are to be found (``bench/peers/`` in the source tree), store and load the
-same number of bytes in the same run, on the same directory.
+same number of bytes in the same rounds, on the same directory. They write into files that are new,
+so it is *fresh* that their stores compare with.
 """
 
 from __future__ import annotations
@@ -60,15 +61,10 @@ def run(path: Path, *, quick: bool) -> Result:
         )
     with tempfile.TemporaryDirectory(prefix="kvloft-bench-", dir=path) as folder:
         memory = _Memory(total)
-        rows = []
-        for size in SIZES[:2] if quick else SIZES:
-            rows.append(_transfers(Path(folder), memory, size, rounds))
-        result["transfers"] = rows
-        result["peers"] = [
-            row
-            for size in (SIZES[:2] if quick else SIZES)
-            for row in _peers(Path(folder) / "peers", size, total)
-        ]
+        sizes = SIZES[:2] if quick else SIZES
+        measured = [_transfers(Path(folder), memory, size, rounds) for size in sizes]
+        result["transfers"] = [row for row, _ in measured]
+        result["peers"] = [peer for _, peers in measured for peer in peers]
         result["index"] = _index(Path(folder) / "index", 20_000 if quick else _INDEX_CHUNKS)
     return result
 
@@ -101,10 +97,13 @@ def _threads(count: int, work: Callable[[int], None]) -> float:
     return time.perf_counter() - start
 
 
-def _transfers(folder: Path, memory: _Memory, size: int, rounds: int) -> Result:
-    """Store and load of chunks of one size; the sides take turns."""
+def _transfers(
+    folder: Path, memory: _Memory, size: int, rounds: int
+) -> tuple[Result, list[Result]]:
+    """Store and load of chunks of one size, and what peers make of it; the sides take turns."""
     count = memory.nbytes // size
     seconds: dict[str, list[float]] = {}
+    peers: dict[str, list[Result]] = {}
 
     def note(name: str, value: float) -> None:
         seconds.setdefault(name, []).append(value)
@@ -149,12 +148,19 @@ def _transfers(folder: Path, memory: _Memory, size: int, rounds: int) -> Result:
         os.sync()  # What removing them costs must not be paid for by the next round.
         if not same:
             raise RuntimeError("what was read is not what was written")
+        for script in _peer_scripts():
+            done = peers.setdefault(script.stem, [])
+            if not done or "error" not in done[0]:
+                done.append(_peer(script, folder / "peer", size, memory.nbytes))
     gbps = {name: round(count * size / median(s) / 1e9, 3) for name, s in seconds.items()}
     ratios = {
         name: round(median(r / o for r, o in zip(seconds[raw], seconds[name], strict=True)), 3)
         for name, raw in (("fresh", "raw_fresh"), ("again", "raw_again"), ("load", "raw_load"))
     }
-    return {"chunk_bytes": size, "chunks": count, "gbps": gbps, "ratios": ratios}
+    row = {"chunk_bytes": size, "chunks": count, "gbps": gbps, "ratios": ratios}
+    ours = [(count * size / s / 1e9, count * size / g / 1e9)
+            for s, g in zip(seconds["fresh"], seconds["load"], strict=True)]  # fmt: skip
+    return row, [_compare(size, runs, ours) for runs in peers.values()]
 
 
 def _chunks(size: int, count: int, generation: int) -> Iterator[Chunk]:
@@ -201,31 +207,45 @@ def _all(
 # --- peers ----------------------------------------------------------------------------------------
 
 
-def _peers(folder: Path, size: int, total: int) -> Iterator[Result]:
-    """What peers make of the same bytes; one that can't be run says why."""
-    scripts = Path(__file__).parents[3] / "bench" / "peers"
-    for name in _PEERS:
-        script = scripts / f"{name}.py"
-        if not script.is_file():
-            continue
-        progress(f"chunks of {format_size(size)}, {name}")
-        command = [
-            _interpreter(scripts, name), str(script), str(folder), "--chunk-bytes", str(size),
-            "--total-bytes", str(total), "--depth", str(DEPTH), "--json",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
-        lines = done.stdout.strip().splitlines()
-        if done.returncode == 0 and lines:
-            yield json.loads(lines[-1])
-        else:
-            error = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            yield {"peer": name, "chunk_bytes": size, "error": error[:300]}
+def _peer_scripts() -> list[Path]:
+    scripts = (Path(__file__).parents[3] / "bench" / "peers" / f"{name}.py" for name in _PEERS)
+    return [script for script in scripts if script.is_file()]
 
 
-def _interpreter(scripts: Path, name: str) -> str:
+def _peer(script: Path, folder: Path, size: int, total: int) -> Result:
+    """What a peer makes of the same bytes; one that can't be run says why."""
+    command = [
+        _interpreter(script), str(script), str(folder), "--chunk-bytes", str(size),
+        "--total-bytes", str(total), "--depth", str(DEPTH), "--json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.sync()
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        found: Result = json.loads(lines[-1])
+        return found
+    error = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"peer": script.stem, "chunk_bytes": size, "error": error[:300]}
+
+
+def _compare(size: int, runs: list[Result], ours: list[tuple[float, float]]) -> Result:
+    """A peer's rounds in one; the ratios say how many times as fast this project is."""
+    if "error" in runs[0]:
+        return runs[0]
+    out = {"peer": runs[0]["peer"], "version": runs[0]["version"], "chunk_bytes": size}
+    for at, name in enumerate(("store", "load")):
+        theirs = [run[f"{name}_gbps"] for run in runs]
+        out[f"{name}_gbps"] = round(median(theirs), 3)
+        out[f"{name}_ratio"] = round(
+            median(mine[at] / other for mine, other in zip(ours, theirs, strict=True)), 3
+        )
+    return out
+
+
+def _interpreter(script: Path) -> str:
     """A peer's own environment if there is one beside its script, or else this one."""
-    own = scripts / f"{name}.venv" / "bin" / "python"
+    own = script.with_name(f"{script.stem}.venv") / "bin" / "python"
     return str(own) if own.exists() else sys.executable
 
 
@@ -306,16 +326,18 @@ def lines(result: Result) -> Iterator[str]:
         rows,
     )
     yield ""
-    peers = [
-        (
-            row["peer"], format_size(row["chunk_bytes"]),
-            row.get("error") or f"{row['store_gbps']:.2f}",
-            "" if row.get("error") else f"{row['load_gbps']:.2f}",
-        )
-        for row in result["peers"]
-    ]  # fmt: skip
-    if peers:
+    if result["peers"]:
+        yield "Peers; in brackets, how many times as fast this project is (store: fresh):"
+        peers = [
+            (
+                row["peer"], format_size(row["chunk_bytes"]),
+                *(f"{row[f'{n}_gbps']:.2f} ({row[f'{n}_ratio']:.2f})" for n in ("store", "load")),
+            )
+            for row in result["peers"] if "error" not in row
+        ]  # fmt: skip
         yield from table(("peer", "chunk", "store", "load"), peers)
+        for name, error in {r["peer"]: r["error"] for r in result["peers"] if "error" in r}.items():
+            yield f"{name}: {error}"
         yield ""
     index = result["index"]
     yield (
