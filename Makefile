@@ -2,7 +2,7 @@
 BIN := .venv/bin
 # Touched last, so an interrupted set-up is taken up again.
 READY := .venv/ready
-BENCHMARKS := host lookup engine
+BENCHMARKS := host lookup writes engine
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format bench clean
@@ -33,11 +33,12 @@ test: lint ## Lint, then all tests but the slow ones
 	$(BIN)/pytest
 	@echo "Not run: the slow tests. To run them: $(BIN)/pytest -m slow"
 
-bench: $(READY) ## Measure copies, lookups and engine throughput; JSON in bench/results/
+bench: $(READY) ## Measure copies, lookups, the disk and engine throughput; JSON in bench/results/
 	@mkdir -p bench/results
 	@set -e; for name in $(BENCHMARKS); do \
 		$(BIN)/kvloft bench $$name --json bench/results/$$name.json; \
 	done
+	@mkdir -p build && $(BIN)/kvloft bench disk build --json bench/results/disk.json
 
 clean: ## Remove .venv, caches and results
 	rm -rf .venv build dist bench/results .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -687,6 +687,68 @@ def test_damage_under_a_running_process(tmp_path: Path, kind: str) -> None:
     still_right(tmp_path, chunks)
 
 
+def test_an_index_that_is_wrong_is_read_anew(tmp_path: Path) -> None:
+    """A record is compared before its slot is used again."""
+    user = User(tmp_path, one_size(2))
+    a, b, c = (chain(i, 1)[0]._replace(nbytes=8192) for i in range(3))
+    assert [user.put(chunk) for chunk in (a, b)] == [Outcome.DONE] * 2
+    place = user.store.find(*user.name(a))
+    assert place is not None
+    with (tmp_path / "kvloft-1" / place.segment.table_name).open("r+b") as table:
+        table.write(bytes(place.segment.table_bytes))
+    assert user.put(c) is Outcome.DONE
+    assert user.store.evicted == 0, "it went for what was not there any more"
+    assert user.held([a, b, c]) == [b, c]
+    user.leave()
+
+
+def test_what_has_lost_its_parent_is_not_published(tmp_path: Path) -> None:
+    one, two = User(tmp_path, 1 << 20), User(tmp_path, 1 << 20)
+    [parent, child] = chain("x", 2)
+    assert one.put(parent) is Outcome.DONE
+    place = one.reserve(child)
+    assert isinstance(place, Place)
+    assert two.remove(parent) == 1
+    assert one.write(child, place) is Outcome.REFUSED
+    assert one.held([parent, child]) == two.held([parent, child]) == []
+    assert reserved(tmp_path) == 0
+    assert [one.put(parent), one.put(child)] == [Outcome.DONE] * 2
+    one.leave()
+    two.leave()
+
+
+def test_what_is_damaged_is_hidden_at_once(tmp_path: Path) -> None:
+    user = User(tmp_path, 1 << 20)
+    chunks = with_all(chain("x", 3))
+    assert [user.put(chunk) for chunk in chunks] == [Outcome.DONE] * 12
+    victim = chunks[4]
+    place = user.store.find(*user.name(victim))
+    assert place is not None
+    with (tmp_path / "kvloft-1" / place.segment.data_name).open("r+b") as data:
+        data.seek(place.slot * place.segment.stride + PAGE_BYTES)
+        data.write(b"xxxx")
+    assert user.get(victim) is Outcome.DAMAGED
+    assert [chunk for chunk in chunks if user.holds(chunk)] == chunks[:4]
+    user.store.upkeep()
+    assert user.held(chunks) == chunks[:4]
+    assert [user.put(chunk) for chunk in chunks] == [Outcome.DONE] * 12
+    assert user.held(chunks) == chunks
+    user.leave()
+
+
+@pytest.mark.parametrize(("asked", "cause"), [(8191, "long"), (8192, ""), (4097, "long")])
+def test_a_chunk_of_another_length_is_not_served(tmp_path: Path, asked: int, cause: str) -> None:
+    user = User(tmp_path, 1 << 20)
+    [chunk] = chain("x", 1)
+    chunk = chunk._replace(nbytes=8192)
+    assert user.put(chunk) is Outcome.DONE
+    into = memoryview(bytearray(8192))
+    outcome = Outcome.DAMAGED if cause else Outcome.DONE
+    wants = [(chunk._replace(nbytes=asked), into)]
+    assert user.store.read(DIGEST, wants, user.slots) == [(outcome, cause)]
+    user.leave()
+
+
 def test_a_slot_given_to_another_is_a_miss_and_no_damage(tmp_path: Path) -> None:
     one, two = User(tmp_path, one_size(1)), User(tmp_path, one_size(1))
     a, b = (chain(i, 1)[0]._replace(nbytes=8192) for i in range(2))

@@ -228,8 +228,9 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
     checked = Checked(tier, names, 20.0)
     checked.fill(OLD)
     threads = threading.active_count()
+    new = with_all(chain("new", 60))
     with stuck():
-        futures = [checked.begin_put(chunk) for chunk in NEW]
+        futures = [checked.begin_put(chunk) for chunk in new]
         assert eventually(lambda: _reserved(tmp_path) > 0)
         slots = [Slot(chunk) for chunk in OLD]
         gets = [tier.get(c, slot.view) for c, slot in zip(OLD, slots, strict=True)]
@@ -237,6 +238,7 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
         begun = time.monotonic()
         tier.close(timeout=0.3)
         assert time.monotonic() - begun < 5
+        assert sum(future.done() for future in futures) > 200, "what has not begun does not end"
         # The threads that hang may still write: their slots must stay theirs.
         assert Survey(tmp_path).totals().writers == 1
         assert _reserved(tmp_path) > 0
@@ -247,7 +249,7 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
     again = DiskTier(DiskOptions(tmp_path, 8 << 20), names)
     assert Survey(tmp_path).totals().writers == 1
     assert _reserved(tmp_path) == 0
-    Checked(again, names, 20.0).check([*OLD, *NEW])
+    Checked(again, names, 20.0).check([*OLD, *new])
     again.close()
 
 
