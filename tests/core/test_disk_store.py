@@ -28,9 +28,10 @@ from kvloft.tiers.disk.format import (
     reservation,
     unpack_record,
 )
+from kvloft.tiers.disk.places import Place
 from kvloft.tiers.disk.room import FIXED_BYTES, Name
 from kvloft.tiers.disk.segments import Files, Slots, aligned
-from kvloft.tiers.disk.store import Fill, Place, Want
+from kvloft.tiers.disk.store import Fill, Want
 from kvloft.tiers.disk.survey import Flaw, Selection, Survey
 from kvloft.units import PAGE_BYTES, page_aligned
 
@@ -699,6 +700,29 @@ def test_an_index_that_is_wrong_is_read_anew(tmp_path: Path) -> None:
     assert user.put(c) is Outcome.DONE
     assert user.store.evicted == 0, "it went for what was not there any more"
     assert user.held([a, b, c]) == [b, c]
+    user.leave()
+
+
+def test_a_record_and_its_page_that_are_both_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bad spot of the device costs what lies there, not the store."""
+    chunks = filled(tmp_path)
+    user = User(tmp_path, 1 << 20)
+    place = user.store.find(*user.name(chunks[-1]))
+    assert place is not None
+    user.leave()
+    with (tmp_path / "kvloft-1" / place.segment.table_name).open("r+b") as table:
+        table.seek(place.slot * RECORD_BYTES)
+        table.write(b"xx")
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "bad spot")
+
+    monkeypatch.setattr(Slots, "read_page", fail)
+    user = User(tmp_path, 1 << 20)
+    assert user.faults == ["record"]
+    assert user.held(chunks) == chunks[:-1]
     user.leave()
 
 

@@ -23,33 +23,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import xxhash
 
 from kvloft.tiers.base import Chunk, Outcome
 from kvloft.tiers.disk import control
-from kvloft.tiers.disk.control import RING, WHOLE, Change, LockedError, Position, Writer
+from kvloft.tiers.disk.control import RING, LockedError, Position, Writer
 from kvloft.tiers.disk.format import (
-    FREE,
     FREE_RECORD,
     FULL_CODE,
     READY,
-    RESERVED,
     Header,
     Record,
-    Rows,
-    Segment,
     chunk_name,
-    good_rows,
     pack_header,
-    pack_record,
     unpack_header,
 )
+from kvloft.tiers.disk.places import Place, flaw, runs
 from kvloft.tiers.disk.room import SLACK_BYTES, Fault, Name, Room, Shield, StaleError
-from kvloft.tiers.disk.segments import RUN_BYTES, RUN_SLOTS, Files, Slots
+from kvloft.tiers.disk.segments import Files, Slots
 from kvloft.tiers.disk.session import Session, Tables
+from kvloft.tiers.disk.sync import apply, tidy, whole_tables
 from kvloft.tiers.disk.view import HIDDEN, NONE, View
-from kvloft.units import PAGE_BYTES
 
 FOLDER = "kvloft-1"
 """Everything is in this folder of the path that the user gives; nothing else there is touched."""
@@ -62,13 +56,6 @@ _ABOUT_CHARS = 300
 _TRIES = 3
 
 _T = TypeVar("_T")
-
-
-class Place(NamedTuple):
-    """Where a chunk lies."""
-
-    segment: Segment
-    slot: int
 
 
 class Fill(NamedTuple):
@@ -238,7 +225,7 @@ class Store:
                 self._reload(session)
             else:
                 try:
-                    self._apply(changes, session.tables)
+                    apply(self.view, self.files, changes, session.tables)
                 except StaleError:
                     self._reload(session)
             self._known = position
@@ -292,7 +279,7 @@ class Store:
         else:
             with contextlib.closing(Tables(self.files)) as tables:
                 try:
-                    self._apply(changes, tables)
+                    apply(self.view, self.files, changes, tables)
                 except (StaleError, FileNotFoundError):
                     return
         # What is changed from here on comes with the next sequence numbers, at worst once more.
@@ -302,9 +289,9 @@ class Store:
         """Read all tables; with a session, mend them too."""
         segments, leftovers = self.files.found()
         if session is not None:
-            self._tidy(session, segments, leftovers)
+            tidy(self.files, session, segments, leftovers, self._fault)
         view = View()
-        gone = view.load(self._tables(segments, session))
+        gone = view.load(whole_tables(self.files, segments, session, self._fault))
         if session is not None:
             for slot_id in gone:
                 session.write(*view.place(slot_id), FREE_RECORD)
@@ -320,91 +307,6 @@ class Store:
             if (slot_id := view.id_at(place.segment.number, place.slot)) != NONE:
                 self._hide(view, slot_id)
         self.view = view
-
-    def _tidy(self, session: Session, segments: Sequence[Segment], leftovers: list[str]) -> None:
-        if leftovers:
-            session.begin()
-            self.files.unlink(leftovers)
-            if any(name.endswith(".seg") for name in leftovers):
-                self._fault(
-                    "short",
-                    f"a file in {self.folder} was shorter than its name says and has been removed; "
-                    "if no engine has been killed lately, check the file system",
-                )
-        for segment in segments:
-            if self.files.trim(segment):
-                self._fault("long", f"a file in {self.folder} was longer than its name says; cut")
-
-    def _tables(
-        self, segments: Iterable[Segment], session: Session | None
-    ) -> Iterator[tuple[Segment, Rows]]:
-        for segment in segments:
-            rows = self.files.table(segment)
-            if session is not None:
-                good = good_rows(rows, segment.number)
-                if not good.all():
-                    self._mend(session, segment, rows, (~good).nonzero()[0].tolist())
-            yield segment, rows
-
-    def _mend(self, session: Session, segment: Segment, rows: Rows, slots: Iterable[int]) -> None:
-        """Write damaged records anew after what the slots' own pages say."""
-        reader = Slots(self.files)
-        for slot in slots:
-            self._fault(
-                "record",
-                f"a record in {segment.table_name} is damaged; it is made anew from the chunk, or "
-                "given up. Check the device",
-            )
-            header = None
-            if reader.read_page(segment, slot) == PAGE_BYTES:
-                header = unpack_header(reader.pages[0])
-            record = FREE_RECORD
-            if header is not None and lies_at(header, segment, slot):
-                record = header.record(header.created)
-            session.write(segment, slot, record)
-            rows[slot] = np.frombuffer(pack_record(record, segment.number, slot), np.uint8)
-        reader.close()
-
-    def _apply(self, changes: Sequence[Change], tables: Tables) -> None:
-        """Read the records that have changed. Raises :class:`StaleError` if that is not enough."""
-        view = self.view
-        if any(slot == WHOLE for _, slot in changes):
-            self._apply_segments(view)
-        todo = {view.id_at(number, slot) for number, slot in changes if slot != WHOLE} - {NONE}
-        records: dict[int, Record] = {}
-        while todo:
-            slot_id = todo.pop()
-            record = tables.read(*view.place(slot_id))
-            if record is None:
-                raise StaleError
-            if _agrees(view, slot_id, record):
-                view.set_used(slot_id, record.used)
-            else:
-                records[slot_id] = record
-                todo |= _forget(view, slot_id) - records.keys()
-        for slot_id, record in sorted(
-            records.items(), key=lambda item: (item[1].code != FULL_CODE, item[1].depth)
-        ):
-            if record.state == FREE:
-                continue
-            parent = view.support(record)
-            if record.state == RESERVED:
-                view.reserve(slot_id, record, NONE if parent is None else parent)
-            elif parent is not None and view.find(record.digest, record.name) == NONE:
-                view.publish(slot_id, record, parent)
-            # Else it stays free in the view; who takes it for that will find that it is not, and
-            # read all anew.
-
-    def _apply_segments(self, view: View) -> None:
-        found, _ = self.files.found()
-        there = {segment.number: segment for segment in found}
-        for number in view.extents.keys() - there.keys():
-            extent = view.extents[number]
-            for slot_id in range(extent.base, extent.base + extent.segment.slots):
-                _forget(view, slot_id)
-            view.drop_segment(number)
-        for number in sorted(there.keys() - view.extents.keys()):
-            view.add_segment(there[number])
 
     def _take_hints(self) -> None:
         now, view = int(time.time()), self.view
@@ -591,7 +493,7 @@ class Store:
         for at, (i, place) in enumerate(run):
             chunk, into = wants[i]
             name, page = Name(digest, _name(chunk)), slots.pages[at]
-            cause = _flaw(digest, chunk, place, page, into, got - at * stride)
+            cause = flaw(digest, chunk, place, page, into, got - at * stride)
             if cause is None:
                 self._hints.append((name, True))
                 yield i, (Outcome.DONE, "")
@@ -729,75 +631,8 @@ class Store:
         return self.room.overhead + self.view.total_bytes
 
 
-def runs(places: Sequence[Place]) -> Iterator[list[int]]:
-    """The indices of places that lie side by side, in the order in which they lie."""
-    order = sorted(range(len(places)), key=lambda i: (places[i].segment.number, places[i].slot))
-    run: list[int] = []
-    for i in order:
-        segment, slot = places[i]
-        if run and (
-            (segment, slot - 1) != places[run[-1]]
-            or len(run) == RUN_SLOTS
-            or len(run) * segment.stride >= RUN_BYTES
-        ):
-            yield run
-            run = []
-        run.append(i)
-    if run:
-        yield run
-
-
 def _name(chunk: Chunk) -> bytes:
     return chunk_name(chunk.key, chunk.code)
-
-
-def lies_at(header: Header, segment: Segment, slot: int) -> bool:
-    """Whether a header belongs to this slot."""
-    return (header.segment, header.slot, header.slot_bytes) == (
-        segment.number, slot, segment.slot_bytes,
-    ) and header.nbytes <= segment.slot_bytes  # fmt: skip
-
-
-def _flaw(
-    digest: bytes, chunk: Chunk, place: Place, page: memoryview, data: memoryview, got: int
-) -> str | None:
-    """Why what has been read is not the chunk; ``None`` if it is."""
-    if got < place.segment.stride:
-        return "short"
-    if (header := unpack_header(page)) is None:
-        return "header"
-    code = chunk_name(chunk.key, chunk.code)[16:]
-    if not lies_at(header, *place) or (header.digest, header.key, header.code) != (
-        digest, chunk.key, code,
-    ):  # fmt: skip
-        return "foreign"
-    if header.nbytes != chunk.nbytes:
-        return "short" if header.nbytes < chunk.nbytes else "long"
-    if header.payload != xxhash.xxh3_64_intdigest(data):
-        return "checksum"
-    return None
-
-
-def _agrees(view: View, slot_id: int, record: Record) -> bool:
-    """Whether the view has what a record says."""
-    state = view.state[slot_id]
-    if (READY if state == HIDDEN else state) != record.state:
-        return False
-    if record.state == RESERVED and view.reserved[slot_id] != record.writer:
-        return False
-    return record.state == FREE or (
-        view.name(slot_id) == record.name and view.digest(slot_id) == record.digest
-    )
-
-
-def _forget(view: View, slot_id: int) -> set[int]:
-    """Take a slot and what rests on it for free; the ids of those that are something else."""
-    forgotten = set()
-    for one in reversed(view.subtree(slot_id)):
-        if view.state[one] != FREE:
-            forgotten.add(one)
-            view.release(one)
-    return forgotten
 
 
 def _write_small(path: Path, text: bytes) -> None:

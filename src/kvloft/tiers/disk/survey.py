@@ -43,9 +43,10 @@ from kvloft.tiers.disk.format import (
     unpack_header,
     unpack_record,
 )
+from kvloft.tiers.disk.places import lies_at
 from kvloft.tiers.disk.room import Name
 from kvloft.tiers.disk.segments import Files, Slots, aligned
-from kvloft.tiers.disk.store import FOLDER, lies_at
+from kvloft.tiers.disk.store import FOLDER
 
 CREATED_AT = 88
 """Where in a record the time lies at which it was written."""

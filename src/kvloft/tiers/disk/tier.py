@@ -23,9 +23,10 @@ from kvloft.tiers.base import Chunk, Namespace, Outcome, TierStats
 from kvloft.tiers.disk.control import LockedError
 from kvloft.tiers.disk.faults import Faults
 from kvloft.tiers.disk.format import Record, check_chunk, chunk_name, reservation
+from kvloft.tiers.disk.places import Place, runs
 from kvloft.tiers.disk.room import FIXED_BYTES, Name, least_bytes
 from kvloft.tiers.disk.segments import RUN_BYTES, RUN_SLOTS, Slots
-from kvloft.tiers.disk.store import Fill, Place, Store, Want, runs
+from kvloft.tiers.disk.store import Fill, Store, Want
 from kvloft.tiers.options import DiskOptions
 from kvloft.units import PAGE_BYTES, format_size, page_aligned
 
