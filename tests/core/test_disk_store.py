@@ -555,25 +555,30 @@ def still_right(path: Path, chunks: Sequence[Chunk], limit: int = 1 << 20) -> in
     return outcomes.count(Outcome.DONE)
 
 
-def flips(path: Path) -> Iterator[tuple[str, int]]:
-    """Bits to flip: sampled from every file, and all of those that are in use in one record."""
+def flips(path: Path, samples: int, apart: int) -> Iterator[tuple[str, int]]:
+    """Bits to flip: sampled from every file, and in each table's first record and the control
+    file's head those that lie so far apart."""
     rng = random.Random(0)
     for file in sorted((path / "kvloft-1").rglob("*")):
         if file.is_file() and (size := file.stat().st_size):
             name = str(file.relative_to(path))
             whole = range(size * 8)
-            for bit in rng.sample(whole, min(len(whole), 5)):
+            for bit in rng.sample(whole, min(len(whole), samples)):
                 yield name, bit
             if name.endswith(".tab"):
-                yield from ((name, bit) for bit in range(3, RECORD_BYTES * 8, 41))
+                yield from ((name, bit) for bit in range(3, RECORD_BYTES * 8, apart))
             if name.endswith("control"):
-                yield from ((name, bit) for bit in range(0, 48 * 8, 17))
+                yield from ((name, bit) for bit in range(0, 48 * 8, apart))
 
 
-def test_no_flipped_bit_serves_wrong_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("samples", "apart"), [(2, 191), pytest.param(40, 7, marks=pytest.mark.slow)]
+)
+@pytest.mark.timeout(1800)
+def test_no_flipped_bit_serves_wrong_bytes(tmp_path: Path, samples: int, apart: int) -> None:
     source, copy = tmp_path / "source", tmp_path / "copy"
     chunks = filled(source)
-    for name, bit in flips(source):
+    for name, bit in flips(source, samples, apart):
         shutil.copytree(source, copy)
         with (copy / name).open("r+b") as file:
             file.seek(bit // 8)

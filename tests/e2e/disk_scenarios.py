@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ def until_killed(cache: Path, folder: Path) -> Result:
     """Serves everything, says so, and goes on until it is killed."""
     llm = make_engine(SHAPES["gemma4"], cache, with_disk(folder / "disk", wait=PATIENT))
     prompts = shape_prompts(llm)
-    run_pass(llm, "cold", prompts, cold=True)
+    leave_answers(folder / "answers", run_pass(llm, "cold", prompts, cold=True))
     print("serving", flush=True)
     while True:
         run_pass(llm, "again", prompts, empty_first=True)
@@ -300,8 +300,8 @@ def _slow_call(name: str, seconds: float) -> Callable[[], Callable[[], None]]:
     return install
 
 
-def _damaged(cache: Path, folder: Path, shape_name: str) -> Result:
-    """Damage of every kind to a disk that another engine has filled, before the start."""
+def _damaged(cache: Path, folder: Path, shape_name: str, kinds: Iterable[str]) -> Result:
+    """Damage to a disk that another engine has filled, before the start."""
     shape = SHAPES[shape_name]
     source = folder / "source"
     llm = make_engine(shape, cache, with_disk(source, wait=PATIENT))
@@ -310,10 +310,10 @@ def _damaged(cache: Path, folder: Path, shape_name: str) -> Result:
     flush(llm)
     close_engine(llm)
     out: Result = {}
-    for name, damage in AT_REST.items():
+    for name in kinds:
         disk = folder / name
         shutil.copytree(source, disk)
-        damage([path for path in sorted(disk.rglob("*")) if path.is_file()])
+        AT_REST[name]([path for path in sorted(disk.rglob("*")) if path.is_file()])
         log = Log()
         llm = make_engine(shape, cache, with_disk(disk, wait=PATIENT))
         done = run_pass(llm, "damaged", prompts, empty_first=True, new_tokens=4)
@@ -335,17 +335,35 @@ def _damaged(cache: Path, folder: Path, shape_name: str) -> Result:
 @scenario
 def damaged_full(cache: Path, folder: Path) -> Result:
     """Full attention alone: whatever is still good may be restored."""
-    return _damaged(cache, folder, "uniform")
+    return _damaged(cache, folder, "uniform", AT_REST)
 
 
 @scenario
 def damaged_windows(cache: Path, folder: Path) -> Result:
     """Windows: a resume point is whole or not there."""
-    return _damaged(cache, folder, "gemma4")
+    return _damaged(cache, folder, "gemma4", AT_REST)
+
+
+@scenario
+def damaged(cache: Path, folder: Path) -> Result:
+    """The kinds that differ most, on windows."""
+    return _damaged(cache, folder, "gemma4", ("none", "flipped", "truncated", "swapped"))
 
 
 @scenario
 def failing(cache: Path, folder: Path) -> Result:
+    """All of :func:`_failing`."""
+    names = ("reads_fail", "writes_fail", "read_only", "full", "slow", "vanished")
+    return _failing(cache, folder, names)
+
+
+@scenario
+def failing_most(cache: Path, folder: Path) -> Result:
+    """Those that differ most."""
+    return _failing(cache, folder, ("reads_fail", "full", "slow", "vanished"))
+
+
+def _failing(cache: Path, folder: Path, names: Iterable[str]) -> Result:
     """The disk fails, fills up, slows down or vanishes under a running engine."""
     import errno
 
@@ -365,7 +383,8 @@ def failing(cache: Path, folder: Path) -> Result:
         "vanished": (_vanish, PATIENT),
     }
     out: Result = {}
-    for name, (trouble, wait) in troubles.items():
+    for name in names:
+        trouble, wait = troubles[name]
         disk = folder / name
         shutil.copytree(source, disk)
         log = Log()
