@@ -58,7 +58,7 @@ class User:
 
     def want(self, chunk: Chunk, parent_comes: bool = False) -> Want:
         record = reservation(chunk, self.digest, self.number, has_full=True, now=int(time.time()))
-        return Want(record, PAGE_BYTES + page_aligned(chunk.nbytes), parent_comes)
+        return Want(record, PAGE_BYTES + page_aligned(chunk.nbytes), lambda: parent_comes)
 
     def reserve(self, chunk: Chunk) -> Place | Outcome:
         name = self.want(chunk).record.support
@@ -744,6 +744,21 @@ def test_what_has_lost_its_parent_is_not_published(tmp_path: Path) -> None:
     assert [one.put(parent), one.put(child)] == [Outcome.DONE] * 2
     one.leave()
     two.leave()
+
+
+def test_nothing_goes_for_what_can_not_be_published(tmp_path: Path) -> None:
+    """A put whose parent is refused is refused too, and evicts nothing."""
+    user = User(tmp_path, one_size(3))
+    path = [chunk._replace(nbytes=8192) for chunk in chain("x", 8)]
+    assert [user.put(chunk) for chunk in path[:3]] == [Outcome.DONE] * 3
+    user.store.awaited = {user.name(path[2]): 1}
+    [first] = user.store.reserve([user.want(path[3])])
+    assert first is Outcome.REFUSED
+    user.store.awaited = {}
+    wants = [user.want(path[4]), *(user.want(chunk, parent_comes=True) for chunk in path[5:])]
+    assert user.store.reserve(wants) == [Outcome.REFUSED] * 4
+    assert user.held(path) == path[:3]
+    user.leave()
 
 
 def test_what_is_damaged_is_hidden_at_once(tmp_path: Path) -> None:

@@ -262,6 +262,8 @@ def test_clearing_a_namespace_leaves_the_others(tmp_path: Path) -> None:
     tools, before = StoreTools(tmp_path), used(tmp_path)
     assert tools.clear(Selection(namespace="02")).chunks == len(chunks)
     assert other.held(chunks) == []
+    # Its engine is running, and may fill it again.
+    assert (tmp_path / "kvloft-1" / "names" / f"{OTHER.hex()}.json").exists()
     assert still_right(tmp_path, chunks) == len(chunks)
     other.leave()
     cleared = tools.clear(ALL)

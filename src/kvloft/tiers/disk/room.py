@@ -66,6 +66,12 @@ def least_bytes(slot_sizes: Collection[int]) -> int:
     return FIXED_BYTES + sum(least_segment_bytes(size) for size in slot_sizes)
 
 
+def free(view: View, session: Session, slot_id: int) -> None:
+    """Make a slot free that was anything else, on disk and in the view."""
+    session.write(*view.place(slot_id), FREE_RECORD)
+    view.release(slot_id)
+
+
 class Name(NamedTuple):
     """What tells a chunk apart in the whole store."""
 
@@ -141,8 +147,7 @@ class Room:
         """Free what writers have reserved that are not ``alive``; how many slots."""
         dead = [slot_id for slot_id, writer in view.reserved.items() if writer not in alive]
         for slot_id in dead:
-            session.write(*view.place(slot_id), FREE_RECORD)
-            view.release(slot_id)
+            free(view, session, slot_id)
         return len(dead)
 
     def _evict(self, view: View, session: Session, stride: int, shield: Shield) -> int:
@@ -239,8 +244,7 @@ class Room:
             if view.state[one] == RESERVED:
                 view.detach(one)  # Its writer will find out.
             else:
-                session.write(*view.place(one), FREE_RECORD)
-                view.release(one)
+                free(view, session, one)
                 gone += 1
         return gone
 

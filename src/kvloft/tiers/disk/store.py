@@ -39,7 +39,7 @@ from kvloft.tiers.disk.format import (
     unpack_header,
 )
 from kvloft.tiers.disk.places import Place, flaw, runs
-from kvloft.tiers.disk.room import SLACK_BYTES, Fault, Name, Room, Shield, StaleError
+from kvloft.tiers.disk.room import SLACK_BYTES, Fault, Name, Room, Shield, StaleError, free
 from kvloft.tiers.disk.segments import Files, Slots
 from kvloft.tiers.disk.session import Session, Tables
 from kvloft.tiers.disk.sync import apply, tidy, whole_tables
@@ -75,8 +75,8 @@ class Want(NamedTuple):
     record: Record
     """As it is to be while the slot is reserved."""
     stride: int
-    parent_comes: bool
-    """What it rests on need not be there before it is published."""
+    parent_comes: Callable[[], bool]
+    """Whether what it rests on, if it is not there yet, may still come before it is published."""
 
 
 def _ignore(_cause: str, _message: str) -> None:
@@ -301,8 +301,7 @@ class Store:
             keep = {view.id_at(*place) for place in list(self._mine)}
             dead = {i: w for i, w in view.reserved.items() if w not in alive and i not in keep}
             for slot_id in dead:
-                session.write(*view.place(slot_id), FREE_RECORD)
-                view.release(slot_id)
+                free(view, session, slot_id)
         for place in list(self._condemned):
             if (slot_id := view.id_at(place.segment.number, place.slot)) != NONE:
                 self._hide(view, slot_id)
@@ -344,18 +343,27 @@ class Store:
                 for place in places
             ]
             shield = Shield(busy, self.awaited)
+            placed: set[bytes] = set()
+            refused: set[bytes] = set()
             for want in wants:
                 record = want.record
                 if view.find(record.digest, record.name) != NONE:
                     out.append(Outcome.DONE)
                     continue
-                parent = view.support(record)
+                parent, support = view.support(record), record.support
                 slot_id = NONE
-                if parent is not None or want.parent_comes:
+                # Nothing is evicted for a chunk that can't be published.
+                if (
+                    parent is not None
+                    or support in placed
+                    or (support not in refused and want.parent_comes())
+                ):
                     slot_id = self.room.take(view, session, want.stride, shield)
                 if slot_id == NONE:
+                    refused.add(record.name)
                     out.append(Outcome.REFUSED)
                     continue
+                placed.add(record.name)
                 place = Place(*view.place(slot_id))
                 session.write(*place, record)
                 view.reserve(slot_id, record, NONE if parent is None else parent)
@@ -418,8 +426,7 @@ class Store:
             session.write(*place, record)
             view.publish(slot_id, record, parent)
             return outcome
-        session.write(*place, FREE_RECORD)
-        view.release(slot_id)
+        free(view, session, slot_id)
         return outcome
 
     def release(self, places: Iterable[Place]) -> None:
@@ -431,8 +438,7 @@ class Store:
             view = self.view
             keep = {view.id_at(*place) for place in list(self._mine)}
             for slot_id in [i for i, w in view.reserved.items() if w == own and i not in keep]:
-                session.write(*view.place(slot_id), FREE_RECORD)
-                view.release(slot_id)
+                free(view, session, slot_id)
 
         self.change(work)
 
@@ -498,8 +504,11 @@ class Store:
                 self._hints.append((name, True))
                 yield i, (Outcome.DONE, "")
                 continue
-            record = self._record(place) if got >= 0 else None
-            if record is None or (record.state, record.digest, record.name) != (READY, *name):
+            record = None
+            if got >= 0:
+                with contextlib.closing(Tables(self.files)) as tables:
+                    record = _record_of(name, place, tables)
+            if record is None:
                 yield i, None
                 continue
             header = unpack_header(page)
@@ -508,28 +517,15 @@ class Store:
             self.condemn(place, name)
             yield i, (Outcome.DAMAGED, cause)
 
-    def _record(self, place: Place) -> Record | None:
-        with contextlib.closing(Tables(self.files)) as tables:
-            try:
-                return tables.read(*place)
-            except FileNotFoundError:
-                return None
-
     def still_there(self, names: Iterable[Name]) -> list[bool]:
         """Whether chunks are there, by their records on disk."""
         self.peek()
-        out = []
         with contextlib.closing(Tables(self.files)) as tables:
-            for name in names:
-                record = None
-                if (place := self.find(*name)) is not None:
-                    with contextlib.suppress(FileNotFoundError):
-                        record = tables.read(*place)
-                out.append(
-                    record is not None
-                    and (record.state, record.digest, record.name) == (READY, *name)
-                )
-        return out
+            return [
+                (place := self.find(*name)) is not None
+                and _record_of(name, place, tables) is not None
+                for name in names
+            ]
 
     # ---------------------------------------------------------------- hints, removal, upkeep
 
@@ -629,6 +625,17 @@ class Store:
     def used_bytes(self) -> int:
         """What the store takes, as far as is known; at once."""
         return self.room.overhead + self.view.total_bytes
+
+
+def _record_of(name: Name, place: Place, tables: Tables) -> Record | None:
+    """The record on disk of a chunk that is ready there; ``None`` if that place has another."""
+    try:
+        record = tables.read(*place)
+    except FileNotFoundError:
+        return None
+    if record is None or (record.state, record.digest, record.name) != (READY, *name):
+        return None
+    return record
 
 
 def _name(chunk: Chunk) -> bytes:

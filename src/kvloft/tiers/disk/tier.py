@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from kvloft.errors import ConfigError
@@ -432,7 +433,10 @@ class DiskTier:
                 self._finish(self._end_put(put, Outcome.REFUSED))
             else:
                 begun.append(put)
-        wants = [Want(p.record, PAGE_BYTES + len(p.data), p.above is not None) for p in begun]
+        wants = [
+            Want(put.record, PAGE_BYTES + len(put.data), partial(self._may_follow, put))
+            for put in begun
+        ]
         try:
             places = self._store.reserve(wants) if wants else []
         except Exception as error:
@@ -451,6 +455,14 @@ class DiskTier:
             self._answer_gets(slots)
             self._write_run([placed[at] for at in run], slots)
         self._finish([put for put, _ in placed if put.outcome is None])
+
+    def _may_follow(self, put: _Put) -> bool:
+        """Whether what a put rests on is on its way, and all that this rests on is too."""
+        with self._lock:
+            above = put.above
+            while above is not None and above.outcome is None and above.above is not None:
+                above = above.above
+            return above is not None and above.outcome in (None, Outcome.DONE)
 
     def _write_run(self, run: Sequence[tuple[_Put, Place]], slots: Slots) -> None:
         """Write what lies side by side; puts for which that fails have ended."""
