@@ -37,13 +37,13 @@ def project() -> dict[str, object]:
 
 
 def test_core_modules_import_where_no_engine_is_installed() -> None:
-    """Everything outside ``kvloft.engines`` must import without torch, vLLM or their libraries."""
+    """Whatever does not drive the engine must import without torch, vLLM or their libraries."""
     package = ROOT / "src" / "kvloft"
     paths = [path.relative_to(package.parent).with_suffix("") for path in package.rglob("*.py")]
     modules = sorted(
         ".".join(path.parts).removesuffix(".__init__")
         for path in paths
-        if "engines" not in path.parts and path.name != "__main__"
+        if "engines" not in path.parts and path.name not in ("__main__", "stress")
     )
     assert "kvloft.geometry" in modules
     blocked = f"""

@@ -19,16 +19,19 @@ from kvloft.units import ceil_div, parse_size
 KNOWN_KEYS = (
     "blocks_per_chunk",
     "block_size",
+    "canary",
     "cpu_bytes_to_use",
     "eviction_policy",
     "namespace",
     "offload_prompt_only",
     "resume_interval",
     "secondary_tiers",
+    "verify",
 )
 TIER_TYPES = ("disk",)
 DISK_KEYS = ("type", "path", "max_bytes", "write", "wait", "queue_bytes", "threads")
 WRITE_RULES = ("all", "reused")
+VERIFY_RULES = ("off", "tiers", "always")
 
 _MAX_THREADS = 64
 _MAX_NAMESPACE = 200
@@ -54,6 +57,10 @@ class Options:
     """Below host memory, in the order in which they are asked."""
     namespace: str | None = None
     """What stands for the model and its weights in persisted names, if the user vouches for it."""
+    verify: str = "tiers"
+    """Which checksums are looked at: none, those of lower tiers, or those of slots too."""
+    canary: float = 0.0
+    """The share of requests that are computed although they could be restored, to compare."""
 
 
 AUTO_MOST_TOKENS = 512
@@ -126,6 +133,23 @@ def parse_options(extra: Mapping[str, object], geometry: Geometry) -> Options:
         resume_interval=_resume_interval(extra.get("resume_interval", "auto"), geometry, tokens),
         tiers=_tiers(extra.get("secondary_tiers")),
         namespace=_namespace(extra.get("namespace")),
+        verify=_verify(extra.get("verify", "tiers")),
+        canary=_canary(extra.get("canary", 0.0)),
+    )
+
+
+def _verify(value: object) -> str:
+    if isinstance(value, str) and value in VERIFY_RULES:
+        return value
+    raise ConfigError(f"'verify': {_show(value)} is not one of {', '.join(VERIFY_RULES)}")
+
+
+def _canary(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+        return float(value)
+    raise ConfigError(
+        f"'canary': {_show(value)} is no number from 0 to 1; it is the share of requests that are "
+        "computed although they could be restored, as in 0.01"
     )
 
 

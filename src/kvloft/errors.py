@@ -21,3 +21,12 @@ class ArenaError(KVLoftError):
 
 class TransferError(KVLoftError):
     """A copy that would leave its page, its slot or its mapping; nothing has been copied."""
+
+
+class CorruptSlotError(TransferError):
+    """Slots that do not hold what was written to them; nothing has been copied."""
+
+    def __init__(self, slots: list[int]) -> None:
+        """``slots``: bytes from the arena's start."""
+        super().__init__(f"{len(slots)} slots have changed since they were written: {slots[:8]}")
+        self.slots = slots

@@ -8,20 +8,22 @@ call blocks, copies chunk bytes or imports torch, so all of this may run on the 
 from __future__ import annotations
 
 import os
+import random
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvloft.arena import Arena, ClassUse
 from kvloft.catalog.catalog import Catalog, Counters, Store
 from kvloft.catalog.policies import EvictionPolicy
-from kvloft.catalog.tree import ROOT
+from kvloft.catalog.tree import NONE, READY, ROOT
 from kvloft.errors import TransferError
 from kvloft.jobs import Copy, Job, Part
 from kvloft.keys import Keys
 from kvloft.lower import LowerTier, Promoter, PromotionCounters, Shelf, Wait, WriteCounters, Writer
 from kvloft.plan import ChunkLayout, ChunkPlan
+from kvloft.seals import Seals
 from kvloft.tiers.base import TierStats
 
 Tables = Sequence[Sequence[int]]
@@ -29,6 +31,11 @@ Tables = Sequence[Sequence[int]]
 
 States = Mapping[int, Mapping[int, int]]
 """By boundary (tokens): by state group, the block that holds the state exactly there."""
+
+_FAILURES_IN_A_ROW = 5
+"""Failed loads, with none that worked in between, after which loading is left alone for a while: a
+load that fails costs a request more than no cache at all."""
+_LOAD_PAUSE_SECONDS = 60.0
 
 _MAX_CHUNKS_PER_STORE = 512
 """A longer backlog is stored over several steps: bounds the time of a scheduler call."""
@@ -53,6 +60,11 @@ class _Request:
     may_wait: bool = True
     """For lower tiers; a request that has given up does not ask them again."""
     wait: Wait | None = None
+    canary: bool | None = None
+    """Computed in order to compare with what it would have been restored from; ``None``: not
+    decided yet, since nothing could have been restored."""
+    compared: int = 0
+    """Tokens up to which a canary has been compared."""
 
 
 @dataclass(slots=True)
@@ -64,6 +76,10 @@ class _Pending:
     store: Store | None = None
     node: int = ROOT
     request: str = ""
+    compares: bool = False
+    cause: str = ""
+    """Why the first rank that failed has failed."""
+    bad_slots: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +103,21 @@ class Stats:
     restored_tokens: int
     failed_loads: int
     counters: Counters
+    held: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By class (``full``, ``window``, ``state``): chunks in host memory, and their exact bytes."""
+    pending_promotions: int = 0
+    failures: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Jobs by ``(operation, cause)``."""
+    forgotten_chunks: int = 0
+    """Boundaries forgotten since their bytes, or those above them, could not be trusted."""
+    loading: bool = True
+    """Whether requests are restored at all: not while failures follow upon each other, and not
+    any more once a canary has differed."""
+    load_pauses: int = 0
+    canaries: int = 0
+    """Requests that were computed in order to compare."""
+    compared_chunks: int = 0
+    canary_differences: int = 0
     classes: tuple[ClassUse, ...] = field(default=())
     promotions: PromotionCounters = field(default_factory=PromotionCounters)
     tiers: tuple[LowerStats, ...] = field(default=())
@@ -101,6 +132,8 @@ class LowerStats:
     writes: WriteCounters
     broken_calls: int
     """In which the tier has raised."""
+    queued_paths: int = 0
+    """That wait to be named to the tier."""
 
 
 class Loft:
@@ -118,17 +151,24 @@ class Loft:
         tiers: Sequence[LowerTier] = (),
         memory: memoryview | None = None,
         clock: Callable[[], float] = time.monotonic,
+        seals: Seals | None = None,
+        canary: float = 0.0,
+        tell: Callable[[str, str], None] = lambda cause, message: None,
     ) -> None:
         """``tiers``: the quickest first; they belong to the loft from now on (:meth:`close`), and
-        read from and write to ``memory``, the arena's."""
+        read from and write to ``memory``, the arena's. ``seals``: with them slots are verified.
+        ``canary``: share of requests to compute and compare. ``tell``: told, by cause, what a
+        person should know; it must not be once per request."""
         self.plan = plan
         self.catalog = Catalog(plan, arena, policy)
         if tiers and memory is None:
             raise ValueError("lower tiers need the arena's memory")
         bytes_of = memory if memory is not None else memoryview(b"")
         self._shelves = [Shelf(lower, self.catalog) for lower in tiers]
-        self._writers = [Writer(shelf, self.catalog, bytes_of) for shelf in self._shelves]
-        self.promoter = Promoter(self._shelves, self.catalog, bytes_of, self._publish, clock)
+        self._writers = [
+            Writer(shelf, self.catalog, bytes_of, seals, self._rotten) for shelf in self._shelves
+        ]
+        self.promoter = Promoter(self._shelves, self.catalog, bytes_of, self._publish, clock, seals)
         self._arena = arena
         self._ranks = ranks
         self._resume_interval = resume_interval
@@ -140,6 +180,16 @@ class Loft:
         self.version = 0
         """Changes whenever :meth:`stats` may have."""
         self._lookups = self._hits = self._restored_tokens = self._failed_loads = 0
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._failed_in_a_row = 0
+        self._paused_until = 0.0
+        self._load_pauses = 0
+        self._forgotten_chunks = 0
+        self._clock = clock
+        self._tell = tell
+        self._canary = canary
+        self._sampler = random.Random()
+        self._canaries = self._compared_chunks = self._canary_differences = 0
 
     # ---------------------------------------------------------------- requests
 
@@ -184,7 +234,7 @@ class Loft:
         state = self._requests[request]
         self._end_lease(state)
         state.may_store = True
-        if not state.may_load:
+        if not (state.may_load and self.loading):
             return 0
         self.version += 1
         found = self.catalog.match(state.keys, tokens - 1, computed)
@@ -199,7 +249,22 @@ class Loft:
                 writer.found(found.deepest)
         if self._shelves and state.may_wait and self._waits(state, tokens):
             return None
+        if found.node != ROOT and self._canary and self._is_canary(state):
+            self._end_lease(state)
+            state.compared = computed // self.plan.tokens_per_chunk * self.plan.tokens_per_chunk
+            return 0
         return found.boundary
+
+    @property
+    def loading(self) -> bool:
+        """Whether requests are restored at all."""
+        return not self._canary_differences and self._clock() >= self._paused_until
+
+    def _is_canary(self, state: _Request) -> bool:
+        if state.canary is None:
+            state.canary = self._sampler.random() < self._canary
+            self._canaries += state.canary
+        return state.canary
 
     def _waits(self, state: _Request, tokens: int) -> bool:
         """Whether a request had better wait for a lower tier than resume where it can now."""
@@ -235,7 +300,7 @@ class Loft:
             copies = self._load_copies(node, boundary, computed, tables)
         except TransferError:
             state.may_load = False
-            self._failed_loads += 1
+            self._count_failed_load("blocks")
             self._end_lease(state)
             raise
         state.leased = ROOT
@@ -393,17 +458,11 @@ class Loft:
         return True
 
     def _issue_store(self, store: Store, tables: Tables, states: States) -> Job | None:
-        groups = self.plan.geometry.groups
         copies = []
         for write in store.writes:
-            parts = []
-            for group_id, count in write.layout.counts:
-                if write.kind == "state":
-                    ids = [states[write.boundary][group_id]]
-                else:
-                    stop = write.boundary // groups[group_id].tokens_per_block
-                    ids = list(tables[group_id][stop - count : stop])
-                parts.append(Part(group_id, 0, ids))
+            parts = self._blocks_of(write.layout, write.boundary, write.kind, tables, states)
+            if parts is None:
+                raise TransferError(f"the {write.kind} chunk at {write.boundary} has no blocks")
             copies.append(Copy(write.slot, write.layout.counts, parts))
         job = self._issue(copies)
         waiting = set(range(self._ranks)) if copies else set()
@@ -411,6 +470,22 @@ class Loft:
         self._store_order.append(job.id)
         self._end_stores()
         return job if copies else None
+
+    def _blocks_of(
+        self, layout: ChunkLayout, end: int, kind: str, tables: Tables, states: States
+    ) -> list[Part] | None:
+        """Where the engine has the bytes of a whole chunk; ``None`` if it does not have all."""
+        groups, parts = self.plan.geometry.groups, []
+        for group_id, count in layout.counts:
+            if kind == "state":
+                ids = [states.get(end, {}).get(group_id, NULL_BLOCK)]
+            else:
+                stop = end // groups[group_id].tokens_per_block
+                ids = list(tables[group_id][stop - count : stop])
+            if len(ids) < count or NULL_BLOCK in ids:
+                return None
+            parts.append(Part(group_id, 0, ids))
+        return parts
 
     # ---------------------------------------------------------------- reports
 
@@ -420,34 +495,139 @@ class Loft:
         self._next_job += 1
         return job
 
-    def report(self, job: int, rank: int, ok: bool) -> None:
+    def report(
+        self, job: int, rank: int, ok: bool, cause: str = "copy", bad_slots: Sequence[int] = ()
+    ) -> None:
         """A rank has done its share of a job, or failed at it. Late and repeated ones are ignored.
 
-        A store is published, and a load gives up its pin, once every rank has reported.
+        A store is published, and a load gives up its pin, once every rank has reported. ``cause``:
+        why it has failed. ``bad_slots``: which of the slots that it read do not hold what was
+        written.
         """
         pending = self._pending.get(job)
         if pending is None or rank not in pending.waiting:
             return
         self.version += 1
         pending.waiting.discard(rank)
-        pending.ok &= ok
+        if not ok:
+            pending.ok = False
+            pending.cause = pending.cause or cause
+            pending.bad_slots.update(bad_slots)
         if pending.store is not None:
             self._end_stores()
         elif not pending.waiting:
             del self._pending[job]
+            if pending.compares:
+                self._end_comparison(pending)
+            else:
+                self._end_load(pending)
+
+    def _end_load(self, pending: _Pending) -> None:
+        if pending.ok:
+            self._failed_in_a_row = 0
             self.catalog.unpin(pending.node)
-            if not pending.ok:
-                self._failed_loads += 1
-                if (state := self._requests.get(pending.request)) is not None:
-                    # It is computed instead; a second try could fail in the same way for ever.
-                    state.may_load = False
-                    state.seen = 0
+            return
+        self._count_failed_load(pending.cause)
+        if (state := self._requests.get(pending.request)) is not None:
+            # It is computed instead; a second try could fail in the same way for ever.
+            state.may_load = False
+            state.seen = 0
+        self._forget_unfit(pending.node, pending.bad_slots)
+
+    def _forget_unfit(self, node: int, bad_slots: Collection[int]) -> None:
+        """A resume at a pinned ``node`` has failed: end the pin and see to it that no other request
+        fails in the same way. Where no slot is known to be bad, the whole of what was read goes
+        that nobody but this path needs: it will be stored again by whoever computes it."""
+        catalog, tree = self.catalog, self.catalog.tree
+        holders = {catalog.holder_of(node, slot) for slot in bad_slots} - {NONE}
+        top = min(holders, key=tree.depth.__getitem__) if holders else node
+        while not holders and tree.only_child(top) and tree.parent[top] != ROOT:
+            top = tree.parent[top]
+        catalog.unpin(node)
+        before = len(tree)
+        if tree.state[top] == READY:
+            catalog.forget(top)
+        self._forgotten_chunks += before - len(tree)
+        self.version += 1
+
+    def _count_failed_load(self, cause: str) -> None:
+        self._failed_loads += 1
+        self._failures["load", cause] += 1
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
+            self._failed_in_a_row = 0
+            self._load_pauses += 1
+            self._paused_until = self._clock() + _LOAD_PAUSE_SECONDS
+            self._tell(
+                "load_pause",
+                f"{_FAILURES_IN_A_ROW} loads in a row have failed, the last one by {cause!r}; "
+                f"requests are computed instead of restored for {_LOAD_PAUSE_SECONDS:.0f} s. If "
+                "this goes on, look at the errors before this line and restart the engine",
+            )
+
+    def _rotten(self, node: int, slot: int) -> None:
+        """The slot of a chunk that a resume at a pinned ``node`` needs has changed by itself."""
+        self._failures["write", "checksum"] += 1
+        self._forget_unfit(node, [slot])
+
+    # ---------------------------------------------------------------- canaries
+
+    def begin_comparison(
+        self, request: str, reach: int, tables: Tables, states: States | None = None
+    ) -> Job | None:
+        """For a request that is computed in order to compare: what it would have been restored
+        from, beside what it has computed by the end of this step. Arguments and answer as for
+        :meth:`begin_store`, before which it is to be called."""
+        state = self._requests[request]
+        size, tree = self.plan.tokens_per_chunk, self.catalog.tree
+        above, limit = state.compared, reach // size
+        if not state.canary or limit * size <= above:
+            return None
+        state.compared = limit * size
+        node = tree.deepest(state.keys, limit, ready=True)
+        if self.catalog.is_resume(node) and tree.depth[node] == limit:
+            chunks = list(self.catalog.reads(node, above))
+        elif self.plan.full_layout is not None:
+            chunks = list(self.catalog.full_chunks(node, above))
+        else:
+            chunks = []
+        copies = []
+        for slot, layout, end, kind in chunks:
+            blocks = self._blocks_of(layout, end, kind, tables, states or {})
+            if blocks is not None:
+                copies.append(Copy(slot, layout.counts, blocks))
+        if not copies:
+            return None
+        self.catalog.pin(node)
+        self._compared_chunks += len(copies)
+        job = self._issue(copies)
+        waiting = set(range(self._ranks))
+        self._pending[job.id] = _Pending(waiting, node=node, request=request, compares=True)
+        return job
+
+    def _end_comparison(self, pending: _Pending) -> None:
+        self.catalog.unpin(pending.node)
+        if pending.ok:
+            return
+        self._failures["compare", pending.cause] += 1
+        if pending.cause == "difference":
+            self._canary_differences += 1
+            self._tell(
+                "canary",
+                f"request {pending.request} was computed and holds other numbers than what it "
+                "would have been restored from: what is stored is WRONG for this model. Nothing is "
+                "restored any more until the engine is restarted; it goes on serving without. "
+                "Please report this with the log of the start, and run 'kvloft store clear' on the "
+                "directories of lower tiers before they are used again",
+            )
 
     def _end_stores(self) -> None:
         while self._store_order:
             pending = self._pending[self._store_order[0]]
             if pending.waiting or pending.store is None:
                 return
+            if not pending.ok:
+                self._failures["store", pending.cause] += 1
             self.catalog.end(pending.store, pending.ok)
             if pending.ok and not pending.store.abandoned:
                 for writer in self._writers:
@@ -533,10 +713,19 @@ class Loft:
             restored_tokens=self._restored_tokens,
             failed_loads=self._failed_loads,
             counters=self.catalog.counters,
+            held=self.catalog.held(),
+            pending_promotions=self.promoter.pending,
+            failures=dict(self._failures),
+            forgotten_chunks=self._forgotten_chunks,
+            loading=self.loading,
+            load_pauses=self._load_pauses,
+            canaries=self._canaries,
+            compared_chunks=self._compared_chunks,
+            canary_differences=self._canary_differences,
             classes=uses,
             promotions=self.promoter.counters,
             tiers=tuple(
-                LowerStats(s.name, stats, w.counters, s.broken_calls)
+                LowerStats(s.name, stats, w.counters, s.broken_calls, w.pending)
                 for s, w in zip(self._shelves, self._writers, strict=True)
                 if (stats := s.stats()) is not None
             ),

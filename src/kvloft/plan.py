@@ -50,6 +50,14 @@ class ChunkLayout:
     """Exact live bytes over all ranks."""
     slot_bytes: int
     """``nbytes`` in whole pages of memory."""
+    shared_bytes: int
+    """What the ranks hold alike; it comes first."""
+    rank_bytes: int
+    """One rank's share of the rest."""
+
+    def rank_offset(self, rank: int) -> int:
+        """Where the share of ``rank`` begins: bytes from the slot's start."""
+        return self.shared_bytes + rank * self.rank_bytes
 
 
 def make_layout(geometry: Geometry, counts: BlockCounts) -> ChunkLayout:
@@ -76,7 +84,7 @@ def make_layout(geometry: Geometry, counts: BlockCounts) -> ChunkLayout:
             else:
                 at_rank += size
     nbytes = shared + per_rank * geometry.tensor_parallel
-    return ChunkLayout(counts, tuple(sections), nbytes, page_aligned(nbytes))
+    return ChunkLayout(counts, tuple(sections), nbytes, page_aligned(nbytes), shared, per_rank)
 
 
 @dataclass(frozen=True, slots=True)

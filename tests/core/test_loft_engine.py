@@ -107,7 +107,7 @@ def test_scenarios_reach_what_they_are_for() -> None:
     geometry = SHIPPED["gpt-oss-120b"]
     runs = [
         explore(ChunkPlan(geometry, 2 * geometry.unit_tokens), seed, failures=0.04)
-        for seed in range(40)
+        for seed in range(60)
     ]
     for name in ("hits", "local_hits", "preemptions", "aborts", "failed_loads", "failed_stores"):
         assert sum(getattr(run, name) for run in runs) > 5, name

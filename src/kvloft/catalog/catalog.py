@@ -117,6 +117,7 @@ class Catalog:
         """Resident."""
         self.live_bytes = 0
         """Exact bytes of all chunks that hold a slot."""
+        self._held = {"full": [0, 0], "window": [0, 0], "state": [0, 0]}
         columns = 2 * len(plan.window_sets)
         self._slot = array("q", [NO_SLOT])
         self._resume = array("b", [FREE])
@@ -233,11 +234,7 @@ class Catalog:
         ``above`` (tokens): full chunks that end there or before are left out.
         """
         tree, size = self.tree, self.plan.tokens_per_chunk
-        if (full := self.plan.full_layout) is not None:
-            for step in tree.path(node):
-                boundary = tree.depth[step] * size
-                if boundary > above:
-                    yield self._slot[step], full, boundary, "full"
+        yield from self.full_chunks(node, above)
         if not self.plan.has_resume_points:
             return
         depth = tree.depth[node]
@@ -249,6 +246,15 @@ class Catalog:
             yield self._piece[column][holder], layout, boundary, "window"
         if (state := self.plan.state_layout) is not None:
             yield self._state_slot[node], state, depth * size, "state"
+
+    def full_chunks(self, node: int, above: int) -> Iterator[tuple[int, ChunkLayout, int, str]]:
+        """The full chunks among :meth:`reads`."""
+        if (full := self.plan.full_layout) is None:
+            return
+        for step in self.tree.path(node):
+            boundary = self.tree.depth[step] * self.plan.tokens_per_chunk
+            if boundary > above:
+                yield self._slot[step], full, boundary, "full"
 
     def _needed_pieces(self, node: int) -> Iterator[tuple[Piece, int]]:
         """The window chunks that a resume at ``node`` needs, each with the node it belongs to."""
@@ -561,8 +567,20 @@ class Catalog:
             if layout is self.plan.full_layout and not entry & 1 and not self._resume[entry >> 1]:
                 return self._hand_over(entry >> 1, layout)
             self._evict(entry)
-        self.live_bytes += layout.nbytes
+        self._count_held(layout, 1)
         return slot
+
+    def _count_held(self, layout: ChunkLayout, change: int) -> None:
+        plan = self.plan
+        name = "full" if layout is plan.full_layout else "window"
+        held = self._held["state" if layout is plan.state_layout else name]
+        held[0] += change
+        held[1] += change * layout.nbytes
+        self.live_bytes += change * layout.nbytes
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """By class: chunks that hold a slot, and their exact bytes."""
+        return {name: (chunks, nbytes) for name, (chunks, nbytes) in self._held.items()}
 
     def _hand_over(self, node: int, layout: ChunkLayout) -> int:
         """Evict a full chunk for another one, which takes its slot: what a full arena does most."""
@@ -590,7 +608,7 @@ class Catalog:
 
     def _release(self, slot: int, layout: ChunkLayout) -> None:
         self.arena.free(slot)
-        self.live_bytes -= layout.nbytes
+        self._count_held(layout, -1)
 
     def _evictable(self, entry: int) -> bool:
         tree, node = self.tree, entry >> 1
@@ -657,28 +675,58 @@ class Catalog:
         self.counters.evicted_chunks += 1
         self.counters.evicted_bytes += layout.nbytes
 
-    # ---------------------------------------------------------------- reset
+    # ---------------------------------------------------------------- forgetting
 
     def reset(self) -> None:
         """Forget everything at once. What is being read or written keeps its slots until it ends;
         none of it is ever found again."""
+        self.forget(ROOT)
+
+    def forget(self, top: int) -> None:
+        """Forget ``top`` and all below it, stores under way included, as :meth:`reset` does it.
+
+        For bytes that have turned out wrong: what lies below them is of no use without them, and
+        window chunks are only needed by resume points below. O(nodes below), as it is rare.
+        """
         self._abandon_all()
         tree = self.tree
-        by_depth = sorted(
-            (n for n in range(1, tree.capacity) if tree.state[n] != FREE),
-            key=tree.depth.__getitem__,
-            reverse=True,
-        )
-        for node in by_depth:
+        below = self._subtree(top)
+        for node in reversed(below):
             if tree.pins[node] or tree.has_children(node):
                 tree.unindex(node)
                 tree.state[node] = DOOMED
                 self.policy.remove(2 * node)
                 self.policy.remove(2 * node + 1)
             else:
-                self._drop_node(node)
+                self._revive(self._drop_node(node))
+
+    def _subtree(self, top: int) -> list[int]:
+        """``top``, unless it is the root, and all nodes below it, parents first."""
+        tree = self.tree
+        found = [top] if top != ROOT and tree.state[top] != FREE else []
+        at = 0
+        if top == ROOT:
+            found.extend(tree.children(ROOT))
+        while at < len(found):
+            found.extend(tree.children(found[at]))
+            at += 1
+        return found
+
+    def holder_of(self, node: int, slot: int) -> int:
+        """The node on the path to ``node`` that a slot of a resume at ``node`` belongs to;
+        ``NONE`` if it is none of them."""
+        if self.plan.full_layout is not None:
+            for step in self.tree.path(node):
+                if self._slot[step] == slot:
+                    return step
+        if self.plan.has_resume_points and self._resume[node] == READY:
+            for holder, _, held, _ in self.resume_chunks(node):
+                if held == slot:
+                    return holder
+        return NONE
 
     def _prune(self, node: int) -> None:
         tree = self.tree
         while tree.state[node] == DOOMED and not tree.pins[node] and not tree.has_children(node):
             node = self._drop_node(node)
+        self._revive(node)

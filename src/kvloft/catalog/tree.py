@@ -13,7 +13,7 @@ them moves a 256th. vLLM's own manager keeps an ordered dict per block and pays 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvloft.keys import Keys
 
@@ -164,6 +164,13 @@ class Tree:
     def has_children(self, node: int) -> bool:
         """Whether any node hangs below ``node``."""
         return self.first_child[node] >= 0
+
+    def children(self, node: int) -> Iterator[int]:
+        """The nodes that hang below ``node``."""
+        child = self.first_child[node]
+        while child >= 0:
+            yield child
+            child = self._next[child]
 
     def only_child(self, node: int) -> bool:
         """Whether ``node`` has no siblings."""

@@ -24,8 +24,9 @@ from threading import Event
 from kvloft.catalog.catalog import NO_SLOT, STATE, Catalog, Store
 from kvloft.catalog.tree import NONE, ROOT, WRITING
 from kvloft.keys import Keys
-from kvloft.lower.shelf import FULL, Shelf, code_of
+from kvloft.lower.shelf import FULL, Shelf, code_of, ended_well
 from kvloft.plan import ChunkLayout
+from kvloft.seals import Seals
 from kvloft.tiers.base import Chunk, Outcome
 
 _MAX_READS_PER_PART = 128
@@ -122,8 +123,10 @@ class Promoter:
         memory: memoryview,
         publish: Callable[[Store], None],
         clock: Callable[[], float],
+        seals: Seals | None = None,
     ) -> None:
-        """``memory``: the arena's. ``publish`` ends a store that has no copies, in its turn."""
+        """``memory``: the arena's. ``publish`` ends a store that has no copies, in its turn.
+        ``seals``: to be put on what has been read."""
         self.counters = PromotionCounters()
         self.compute_rate = 0.0
         """Tokens a second that the engine computes of prompts; 0 before the first measurement."""
@@ -133,6 +136,7 @@ class Promoter:
         self._memory = memory
         self._publish = publish
         self._clock = clock
+        self._seals = seals
         self._coming: dict[_Name, Part] = {}
         self._parts: list[Part] = []
         self._unread_bytes = 0
@@ -330,6 +334,8 @@ class Promoter:
 
     def _tell(self, part: Part, read: _Read, future: Future[Outcome]) -> None:
         part.arrived = self._clock()
+        if self._seals is not None and ended_well(future):
+            self._seals.seal_all(read.slot, read.layout)
         self._done.append((part, read, future))
         self._news.set()
 
@@ -339,6 +345,11 @@ class Promoter:
     def reading(self) -> bool:
         """Whether any reads are under way."""
         return bool(self._parts)
+
+    @property
+    def pending(self) -> int:
+        """Parts of prefixes that are being read."""
+        return len(self._parts)
 
     def pause(self, seconds: float) -> None:
         """Let up to ``seconds`` pass, less if something arrives: for an engine that has nothing

@@ -38,6 +38,13 @@ def code_of(column: int) -> str:
     return f"{'W' if column % 2 else 'w'}{column // 2}"
 
 
+def ended_well(future: Future[Outcome]) -> bool:
+    """Whether a future that is done is DONE, whatever else it may be."""
+    if future.cancelled() or future.exception() is not None:
+        return False
+    return future.result() is Outcome.DONE
+
+
 @dataclass(frozen=True, slots=True)
 class LowerTier:
     """A tier and how to use it."""
@@ -124,6 +131,9 @@ class Shelf:
 
     def get(self, chunk: Chunk, into: memoryview, deadline: float) -> Future[Outcome] | None:
         return self._guard(lambda: self.tier.get(chunk, into, deadline), None)
+
+    def delete(self, chunks: Sequence[Chunk]) -> None:
+        self._guard(lambda: self.tier.delete(chunks), None)
 
     def touch(self, chunks: Sequence[Chunk]) -> None:
         self._guard(lambda: self.tier.touch(chunks), None)

@@ -11,20 +11,23 @@ A chunk that is being written is pinned, so its slot can't be given to another o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvloft.catalog.catalog import STATE, Catalog, Store
 from kvloft.catalog.tree import READY, ROOT
-from kvloft.lower.shelf import FULL, Shelf, code_of
+from kvloft.lower.shelf import FULL, Shelf, code_of, ended_well
 from kvloft.plan import ChunkLayout
+from kvloft.seals import Seals
 from kvloft.tiers.base import Chunk, Outcome
 
 _MAX_PATHS = 4096
 _MAX_WRITES_PER_STEP = 64
 """Bounds the time that a step spends on naming chunks: some 10 us each."""
 
-_Written = tuple[int, Chunk, Future[Outcome]]
+_Written = tuple[int, int, Chunk, bool, Future[Outcome]]
+"""Node, slot, chunk, whether the slot was intact when it had been written, and what came of it."""
 
 
 @dataclass(slots=True)
@@ -36,17 +39,26 @@ class WriteCounters:
     dropped_chunks: int = 0
     """Not written because a queue was full; a dropped path counts as one."""
     failed_chunks: int = 0
+    rotten_chunks: int = 0
+    """Written, and removed again since their slot had changed before."""
 
 
 class Writer:
     """Writes one loft's chunks to one tier."""
 
-    def __init__(self, shelf: Shelf, catalog: Catalog, memory: memoryview) -> None:
-        """``memory``: the arena's, in which slots lie."""
+    def __init__(
+        self, shelf: Shelf, catalog: Catalog, memory: memoryview, seals: Seals | None,
+        rotten: Callable[[int, int], None],
+    ) -> None:  # fmt: skip
+        """``memory``: the arena's, in which slots lie. ``seals``: to be looked at once a slot has
+        been written; ``rotten`` is told the node, whose pin it ends, and the slot that are wrong.
+        """
         self.counters = WriteCounters()
         self._shelf = shelf
         self._catalog = catalog
         self._memory = memory
+        self._seals = seals
+        self._rotten = rotten
         self._paths: deque[tuple[int, bytes]] = deque()
         self._done: deque[_Written] = deque()
         """Filled by the tier's threads."""
@@ -105,8 +117,15 @@ class Writer:
         """Take note of what has been written, and name some more; whether there was any."""
         busy = bool(self._done or self._paths)
         while self._done:
-            node, chunk, future = self._done.popleft()
+            node, slot, chunk, intact, future = self._done.popleft()
             self._shelf.writing.discard((chunk.key, chunk.code))
+            if not intact:
+                # Written with a checksum that says all is well: the tier could never find out.
+                self.counters.rotten_chunks += 1
+                self._shelf.outcome(future)
+                self._shelf.delete([chunk])
+                self._rotten(node, slot)
+                continue
             self._catalog.unpin(node)
             if self._shelf.outcome(future) is Outcome.DONE:
                 self.counters.written_chunks += 1
@@ -163,7 +182,13 @@ class Writer:
             self.counters.dropped_chunks += 1
             return False
         self._shelf.writing.add((chunk.key, chunk.code))
-        future.add_done_callback(lambda f: self._done.append((node, chunk, f)))
+
+        def tell(future: Future[Outcome]) -> None:
+            seals = self._seals
+            intact = not (seals and ended_well(future)) or seals.all_intact(slot, layout)
+            self._done.append((node, slot, chunk, intact, future))
+
+        future.add_done_callback(tell)
         return True
 
     def _demote(self, above: int, below: int) -> None:

@@ -117,6 +117,8 @@ def check(catalog: Catalog, reserved: Sequence[tuple[int, ChunkLayout]] = ()) ->
     expect(end <= arena.budget, "a slot beyond the budget")
     exact = sum(oracle.chunk_bytes(plan.geometry, layout.counts) for _, layout in owned)
     expect(exact == catalog.live_bytes, f"{catalog.live_bytes} bytes counted, {exact} held")
+    by_class = [sum(column) for column in zip(*catalog.held().values(), strict=True)]
+    expect(by_class == [len(owned), exact], f"{by_class} counted by class, {len(owned)} held")
     paged = sum(
         oracle.slot_bytes(oracle.chunk_bytes(plan.geometry, layout.counts)) for _, layout in owned
     )

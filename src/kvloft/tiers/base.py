@@ -70,6 +70,10 @@ class Outcome(Enum):
     """The medium failed."""
 
 
+CLASSES = {"f": "full", "w": "window", "W": "window", "s": "state"}
+"""What people call a class of chunk, by the first letter of its code."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierStats:
     """A snapshot; totals are since the tier was opened, by this process alone."""
@@ -93,6 +97,8 @@ class TierStats:
     evicted_chunks: int = 0
     faults: Mapping[str, int] = field(default_factory=dict)
     """What has gone wrong, by cause: ``checksum``, ``foreign``, ``short``, ``no_space`` …"""
+    held: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of this namespace, by class (:data:`CLASSES`): chunks, and their exact bytes."""
 
 
 class Tier(Protocol):

@@ -32,6 +32,11 @@ class Copier(Protocol):
     def load(self, job: Job) -> None:
         """Fill pages from slots, all of them when it returns. Raises as :meth:`store`."""
 
+    def difference(self, job: Job) -> float:
+        """The share of pieces in which the pages and their place in slots are unlike, of the page
+        where it is greatest (:mod:`kvloft.transfer.likeness`). Changes nothing. Raises as
+        :meth:`store`."""
+
 
 def check_job(job: Job, plan: ChunkPlan, arena_bytes: int, num_blocks: int) -> None:
     """Bounds-check every descriptor of a job. Raises :class:`TransferError`.

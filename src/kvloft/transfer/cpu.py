@@ -17,6 +17,7 @@ from kvloft.errors import TransferError
 from kvloft.jobs import Job
 from kvloft.plan import BlockCounts, ChunkPlan
 from kvloft.transfer.base import PageViews, check_job
+from kvloft.transfer.likeness import unlike
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -108,6 +109,16 @@ class CpuCopier:
         for strip, moves in self._moves(job, writes=False):
             for pages, slots in self._pairs(strip, moves):
                 pages[...] = slots
+
+    def difference(self, job: Job) -> float:
+        """How unlike pages and slots are where they differ most."""
+        check_job(job, self._plan, len(self._arena), self._num_blocks)
+        most = 0.0
+        for strip, moves in self._moves(job, writes=False):
+            for pages, slots in self._pairs(strip, moves):
+                count = pages.shape[0] * pages.shape[1]
+                most = max(most, unlike(pages.reshape(count, -1), slots.reshape(count, -1)))
+        return most
 
     def _moves(self, job: Job, *, writes: bool) -> Iterator[tuple[_Strip, list[tuple[int, int]]]]:
         """For every strip: which blocks go to, or come from, which offsets in the arena."""

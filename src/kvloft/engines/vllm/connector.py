@@ -17,8 +17,9 @@ from kvloft.engines.vllm.log import logger
 from kvloft.engines.vllm.messages import Orders, Reports
 from kvloft.engines.vllm.metrics import LoftStats, PromMetrics
 from kvloft.engines.vllm.scheduler import SchedulerHalf
-from kvloft.engines.vllm.setup import set_up_scheduler, set_up_worker
+from kvloft.engines.vllm.setup import Setup, set_up_scheduler, set_up_worker
 from kvloft.engines.vllm.worker import WorkerHalf
+from kvloft.lower import LowerTier
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,8 @@ class KVLoftConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             setup = set_up_scheduler(vllm_config, kv_cache_config)
             try:
-                self._scheduler = SchedulerHalf(setup, vllm_config)
+                tiers = self._open_tiers(setup, vllm_config)
+                self._scheduler = SchedulerHalf(setup, vllm_config.cache_config, tiers)
             except BaseException:
                 setup.mapping.close()
                 raise
@@ -61,6 +63,10 @@ class KVLoftConnector(KVConnectorBase_V1, SupportsHMA):
             setup = set_up_worker(vllm_config, kv_cache_config)
             rank = vllm_config.parallel_config.rank % setup.ranks
             self._worker = WorkerHalf(setup, kv_cache_config, rank)
+
+    def _open_tiers(self, setup: Setup, vllm_config: VllmConfig) -> list[LowerTier]:
+        """The lower tiers; they belong to the scheduler's half from then on."""
+        return setup.open_tiers(vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:

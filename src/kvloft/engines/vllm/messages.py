@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -19,15 +20,27 @@ class Orders(KVConnectorMetadata):
     loads: list[tuple[str, Job | None]] = field(default_factory=list)
     """Request and its load; ``None``: it can't be loaded, report it as failed."""
     stores: list[Job] = field(default_factory=list)
+    comparisons: list[Job] = field(default_factory=list)
     idle: bool = False
     """No forward pass in this step: the worker has time to wait for copies."""
 
 
+class Done(NamedTuple):
+    """A rank's share of a job has ended."""
+
+    job: int
+    rank: int
+    cause: str = ""
+    """Why it has failed: ``copy``, ``checksum`` or ``difference``; empty if it has not."""
+    bad_slots: tuple[int, ...] = ()
+    """Slots that do not hold what was written to them."""
+
+
 @dataclass(slots=True)
 class Reports(KVConnectorWorkerMetadata):
-    """From the ranks to the scheduler: job, rank, and whether the rank's share succeeded."""
+    """From the ranks to the scheduler."""
 
-    done: list[tuple[int, int, bool]]
+    done: list[Done]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """The reports of both."""

@@ -7,19 +7,22 @@ next to nothing, so a request's block tables are only asked for when there is so
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvloft.catalog.policies import POLICIES
-from kvloft.engines.vllm.log import logger
+from kvloft.engines.vllm.log import logger, warn
 from kvloft.engines.vllm.messages import Orders, Reports
 from kvloft.engines.vllm.metrics import LoftStats, SchedulerMeter
 from kvloft.engines.vllm.setup import Setup, describe
 from kvloft.errors import TransferError
+from kvloft.faults import Faults
 from kvloft.jobs import Job
 from kvloft.loft import Loft
+from kvloft.lower import LowerTier
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CacheConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -37,10 +40,12 @@ _NOTHING_IDLE = Orders(idle=True)
 class SchedulerHalf:
     """One per engine."""
 
-    def __init__(self, setup: Setup, vllm_config: VllmConfig) -> None:
-        """Raises :class:`kvloft.errors.KVLoftError` where a lower tier can't be opened."""
-        cache_config = vllm_config.cache_config
+    def __init__(
+        self, setup: Setup, cache_config: CacheConfig, tiers: Sequence[LowerTier] = ()
+    ) -> None:
+        """``tiers``: the lower ones, which belong to this half from now on."""
         arena = setup.make_arena()
+        self._faults = Faults(warn)
         self._mapping = setup.mapping
         self.loft = Loft(
             setup.plan,
@@ -49,12 +54,16 @@ class SchedulerHalf:
             ranks=setup.ranks,
             resume_interval=setup.options.resume_interval,
             prompt_only=setup.options.offload_prompt_only,
-            tiers=setup.open_tiers(vllm_config),
+            tiers=tiers,
             memory=setup.mapping.data.data,
+            seals=setup.make_seals(),
+            canary=setup.options.canary,
+            tell=self._faults.add,
         )
         self._tokens_per_hash = setup.plan.geometry.tokens_per_hash
         self._cache_config = cache_config
         self._step_tokens = cache_config.block_size if setup.plan.state_groups else None
+        self._has_drafter = any(group.draft for group in setup.plan.geometry.cacheable)
         self._requests: dict[str, Request] = {}
         self._loads: list[tuple[str, Job | None]] = []
         self._meter = SchedulerMeter(self.loft)
@@ -116,8 +125,8 @@ class SchedulerHalf:
         try:
             job = self.loft.begin_load(request_id, computed, tables)
         except TransferError as error:
-            logger.warning(
-                "KVLoft: request %s is computed instead of restored: %s", request_id, error
+            self._faults.add(
+                "blocks", f"request {request_id} is computed instead of restored: {error}"
             )
         self._loads.append((request_id, job))
 
@@ -128,7 +137,7 @@ class SchedulerHalf:
         state = step.kv_connector_block_state
         drafts = step.scheduled_spec_decode_tokens
         offers = state.boundary_state_offloads if state is not None else {}
-        stores = []
+        stores, comparisons = [], []
         for request_id, scheduled in step.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is None or state is None:
@@ -138,6 +147,9 @@ class SchedulerHalf:
             final = request.num_computed_tokens + scheduled
             if request_id in drafts:
                 final -= len(drafts[request_id])
+            if self._has_drafter:
+                # A drafter computes a token's keys again once it knows the next token.
+                final = min(final, request.num_tokens - 1)
             reach = min(final, len(request.block_hashes) * self._tokens_per_hash)
             if not self.loft.wants(request_id, reach):
                 continue
@@ -147,16 +159,19 @@ class SchedulerHalf:
             states: dict[int, dict[int, int]] = {}
             for group, block, boundary in offers.get(request_id, ()):
                 states.setdefault(boundary, {})[group] = block
+            job = self.loft.begin_comparison(request_id, reach, tables, states)
+            if job is not None:
+                comparisons.append(job)
             job = self.loft.begin_store(request_id, reach, tables, states)
             if job is not None:
                 stores.append(job)
         idle = not step.total_num_scheduled_tokens
         if idle:
             self.loft.pause(_IDLE_WAIT_SECONDS)
-        if not (stores or self._loads):
+        if not (stores or comparisons or self._loads):
             return _NOTHING_IDLE if idle else _NOTHING
         loads, self._loads = self._loads, []
-        return Orders(loads=loads, stores=stores, idle=idle)
+        return Orders(loads=loads, stores=stores, comparisons=comparisons, idle=idle)
 
     def _measure(self, step: SchedulerOutput) -> None:
         """How fast the engine computes prompts: the time from one step's orders to the next one's,
@@ -178,8 +193,8 @@ class SchedulerHalf:
         """Ranks have finished jobs."""
         reports = output.kv_connector_worker_meta
         if isinstance(reports, Reports):
-            for job, rank, ok in reports.done:
-                self.loft.report(job, rank, ok)
+            for done in reports.done:
+                self.loft.report(done.job, done.rank, not done.cause, done.cause, done.bad_slots)
 
     def pending(self) -> bool:
         """Whether the engine must go on stepping for reports to come in."""

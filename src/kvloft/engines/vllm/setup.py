@@ -14,16 +14,17 @@ from kvloft.capacity import capacity
 from kvloft.config import Options, parse_options, size_option
 from kvloft.engines.vllm.geometry import check_servable, kv_dtype, translate
 from kvloft.engines.vllm.identity import check_hash_seed, hash_seed, identity, unread
-from kvloft.engines.vllm.log import logger
+from kvloft.engines.vllm.log import logger, warn
 from kvloft.errors import ArenaError
 from kvloft.geometry import Geometry, from_dict
 from kvloft.keys import geometry_digest
 from kvloft.lower import LowerTier
 from kvloft.mapping import SCHEDULER, Mapping, header_bytes
 from kvloft.plan import ChunkPlan
+from kvloft.seals import Seals, seal_bytes
 from kvloft.tiers.base import Namespace
 from kvloft.tiers.disk import DiskTier
-from kvloft.units import format_size
+from kvloft.units import PAGE_BYTES, format_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,7 +68,9 @@ class Setup:
         opened: list[LowerTier] = []
         try:
             for options in self.options.tiers:
-                tier = DiskTier(options, namespace, report=_report)
+                tier = DiskTier(
+                    options, namespace, report=warn, verify=self.options.verify != "off"
+                )
                 opened.append(LowerTier(tier, options.write == "all", options.wait_seconds))
         except BaseException:
             for lower in opened:
@@ -77,11 +80,22 @@ class Setup:
 
     def make_arena(self) -> Arena:
         """The allocator of the mapping's memory."""
-        return Arena(self._budget, choose_slab_bytes(self._budget, self.plan.slot_sizes()))
+        budget = arena_bytes(self.plan, self.options)
+        return Arena(budget, choose_slab_bytes(budget, self.plan.slot_sizes()))
 
-    @property
-    def _budget(self) -> int:
-        return self.options.cpu_bytes - header_bytes(self.ranks)
+    def make_seals(self) -> Seals | None:
+        """Checksums of slots, if the user wants them."""
+        if self.options.verify != "always":
+            return None
+        return Seals(self.plan, self.mapping.data, arena_bytes(self.plan, self.options))
+
+
+def arena_bytes(plan: ChunkPlan, options: Options) -> int:
+    """What of the budget is for chunks: all but the mapping's header and, with ``verify: always``,
+    the seals."""
+    left = options.cpu_bytes // PAGE_BYTES * PAGE_BYTES
+    left -= header_bytes(plan.geometry.tensor_parallel)
+    return left - seal_bytes(plan, left) if options.verify == "always" else left
 
 
 def set_up_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
@@ -89,7 +103,7 @@ def set_up_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Se
     geometry = translate(vllm_config, kv_cache_config)
     options = parse_options(_extra_config(vllm_config), geometry)
     plan = ChunkPlan(geometry, options.tokens_per_chunk)
-    _check_capacity(plan, options, geometry.tensor_parallel)
+    _check_capacity(plan, options)
     parallel = vllm_config.parallel_config
     meaning = _identity(vllm_config, kv_cache_config, options)
     digest = geometry_digest(plan, meaning)
@@ -136,9 +150,9 @@ def _read_geometry(note: bytes) -> Geometry:
     return from_dict(json.loads(note), where="the workers' KV cache")
 
 
-def _check_capacity(plan: ChunkPlan, options: Options, ranks: int) -> None:
+def _check_capacity(plan: ChunkPlan, options: Options) -> None:
     try:
-        choose_slab_bytes(options.cpu_bytes - header_bytes(ranks), plan.slot_sizes())
+        choose_slab_bytes(arena_bytes(plan, options), plan.slot_sizes())
     except ArenaError as error:
         raise ArenaError(
             f"'cpu_bytes_to_use': {error} (chunks of {plan.tokens_per_chunk} tokens, full chunk "
@@ -165,11 +179,6 @@ def _identity(
     return identity(
         vllm_config, kv_cache_config, namespace=options.namespace, persistent=persistent
     )
-
-
-def _report(cause: str, message: str) -> None:
-    """What a tier has to tell; it sees to it that this is not once per request."""
-    logger.warning("KVLoft: %s (%s)", message, cause)
 
 
 def describe(setup: Setup, arena: Arena) -> str:

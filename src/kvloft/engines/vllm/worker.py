@@ -1,10 +1,26 @@
 """A rank's half: copies between the engine's pages and the arena, and reports what is done.
 
-Order. A store runs in :meth:`WorkerHalf.save`, after the step's forward pass has returned and
-before the next step can begin, on the thread that runs both: its pages are final when it reads them
-and nothing can reuse them before it is done. A load runs beside the forward passes, on a thread of
-its own; its blocks are its request's alone, and vLLM neither reads nor frees them before the load
-is reported. Slots that a load reads are pinned, those that a store writes are not yet visible.
+Order, and why no copy can meet a page or a slot at the wrong time:
+
+- *A store reads pages after the computing that wrote them.* It runs in :meth:`WorkerHalf.save`,
+  which vLLM calls when the step's forward passes, a drafter's included, have returned, on the
+  thread that runs them. Orders name only tokens that are final by then (the scheduler's half leaves
+  out drafts).
+- *A store reads pages before they are used again.* It is done when :meth:`WorkerHalf.save` returns.
+  What the scheduler frees while a step runs, or plans ahead, is written by a later step, and the
+  next one begins on this same thread after the return.
+- *A load writes pages that nobody else writes.* Its blocks were allocated for it, and vLLM frees
+  none of a request that waits for a load, not even an aborted one's, before every rank has reported
+  the load. Where steps overlap, vLLM keeps freed blocks from being allocated until the steps that
+  may still write them are done (``defer_block_free``).
+- *A load is finished before its request computes.* It is reported once the copy has returned, in
+  :meth:`WorkerHalf.results`, and only a reported request is scheduled; with several ranks, one that
+  all have reported. Loads are never synchronous: vLLM 0.32 has no way to take back one that fails
+  on a model with several groups (``Scheduler._handle_invalid_blocks`` raises).
+- *Slots.* Those that a load or a comparison reads are pinned until all ranks have reported; those
+  that a store writes can be found by nobody until then.
+
+``tests/engines/test_stress.py`` breaks each of these on purpose, and sees wrong bytes.
 """
 
 from __future__ import annotations
@@ -14,24 +30,26 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from kvloft.engines.vllm.log import logger
-from kvloft.engines.vllm.messages import Orders, Reports
+from kvloft.engines.vllm.log import logger, tell, warn
+from kvloft.engines.vllm.messages import Done, Orders, Reports
 from kvloft.engines.vllm.metrics import LoftStats, WorkerMeter
 from kvloft.engines.vllm.pages import page_view
 from kvloft.engines.vllm.setup import Setup
-from kvloft.errors import TransferError
+from kvloft.errors import CorruptSlotError, TransferError
+from kvloft.faults import Faults
 from kvloft.jobs import Job
-from kvloft.transfer import Copier, CpuCopier
+from kvloft.transfer import MOST_UNLIKE, Copier, CpuCopier
 
 if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_IDLE_WAIT_SECONDS = 0.01
-
 
 class WorkerHalf:
     """One per rank."""
+
+    idle_wait_seconds = 0.01
+    """How long an engine with nothing else to do waits for a load."""
 
     def __init__(self, setup: Setup, kv_cache_config: KVCacheConfig, rank: int) -> None:
         self._setup = setup
@@ -46,9 +64,11 @@ class WorkerHalf:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvloft-load")
         self._loading: dict[Future[float], tuple[str, Job]] = {}
         self._failed: set[str] = set()
-        self._done: list[tuple[int, int, bool]] = []
+        self._done: list[Done] = []
         self._idle = False
         self._meter = WorkerMeter()
+        self._seals = setup.make_seals()
+        self._faults = Faults(warn)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's pages. Raises :class:`TransferError` where they are not as expected."""
@@ -75,44 +95,78 @@ class WorkerHalf:
 
     def _load(self, job: Job) -> float:
         start = time.perf_counter()
+        if self._seals is not None:
+            plan, seals = self._setup.plan, self._seals
+            bad = [
+                copy.offset
+                for copy in job.copies
+                if not seals.intact(copy.offset, plan.layout(copy.counts), self._rank)
+            ]
+            if bad:
+                raise CorruptSlotError(bad)
         self._ready().load(job)
         return time.perf_counter() - start
 
     def save(self, orders: Orders) -> None:
-        """Do this step's stores."""
+        """Do this step's stores, and compare what is to be compared."""
+        for job in orders.comparisons:
+            self._done.append(Done(job.id, self._rank, self._compare(job)))
         for job in orders.stores:
-            start = time.perf_counter()
-            try:
-                self._ready().store(job)
-                ok = True
-                self._meter.stored(job, self._setup.plan, time.perf_counter() - start)
-            except Exception:
-                # Whatever it was, the engine must not end for want of a cache entry.
-                logger.exception("KVLoft: store %d failed on rank %d", job.id, self._rank)
-                ok = False
-                self._meter.failed("store")
-            self._done.append((job.id, self._rank, ok))
+            self._done.append(Done(job.id, self._rank, self._store(job)))
+
+    def _store(self, job: Job) -> str:
+        start = time.perf_counter()
+        try:
+            self._ready().store(job)
+            if self._seals is not None:
+                for copy in job.copies:
+                    layout = self._setup.plan.layout(copy.counts)
+                    self._seals.seal(copy.offset, layout, self._rank)
+        except Exception as error:
+            # Whatever it was, the engine must not end for want of a cache entry.
+            self._faults.add("store", f"a store has failed on rank {self._rank}: {tell(error)}")
+            return "copy"
+        self._meter.moved("store", job, self._setup.plan, time.perf_counter() - start)
+        return ""
+
+    def _compare(self, job: Job) -> str:
+        try:
+            difference = self._ready().difference(job)
+        except Exception as error:
+            self._faults.add("canary", f"a comparison has failed on {self._rank}: {tell(error)}")
+            return "copy"
+        if difference <= MOST_UNLIKE:
+            return ""
+        logger.error(
+            "KVLoft: job %d on rank %d: a page and its stored copy differ in %.0f %% of their bytes",
+            job.id, self._rank, 100 * difference,
+        )  # fmt: skip
+        return "difference"
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose load has ended, and those among them whose load has failed."""
         failed, self._failed = self._failed, set()
         finished = set(failed)
         if self._loading and self._idle:
-            wait(self._loading, timeout=_IDLE_WAIT_SECONDS, return_when=FIRST_COMPLETED)
+            wait(self._loading, timeout=self.idle_wait_seconds, return_when=FIRST_COMPLETED)
         for future in [f for f in self._loading if f.done()]:
             request, job = self._loading.pop(future)
             error = future.exception()
+            cause, bad = "", tuple[int, ...]()
             if error is None:
-                self._meter.loaded(job, self._setup.plan, future.result())
+                self._meter.moved("load", job, self._setup.plan, future.result())
             else:
-                logger.error(
-                    "KVLoft: load %d failed on rank %d; request %s is computed instead",
-                    job.id, self._rank, request, exc_info=error,
-                )  # fmt: skip
+                cause = "copy"
+                if isinstance(error, CorruptSlotError):
+                    cause, bad = "checksum", tuple(error.slots)
+                self._faults.add(
+                    cause,
+                    f"a load has failed on rank {self._rank}, request {request} is computed "
+                    f"instead: {tell(error)}",
+                )
                 failed.add(request)
-                self._meter.failed("load")
             finished.add(request)
-            self._done.append((job.id, self._rank, error is None))
+            self._done.append(Done(job.id, self._rank, cause, bad))
         return finished, failed
 
     def reports(self) -> Reports | None:

@@ -24,6 +24,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -34,15 +35,21 @@ import xxhash
 
 from kvloft.units import PAGE_BYTES
 
-FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+"""Nothing is followed out of the store, and nothing that is no file is waited for."""
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 """What a file system says to a kind of access that it does not have."""
 RING = 4096
 """Changes that are remembered."""
 CONTROL_BYTES = PAGE_BYTES + RING * 8
+MAX_SEGMENT = 1 << 31
+"""The greatest number of a segment, which nobody gets to in a lifetime."""
 WHOLE = 0xFFFFFFFF
 """In place of a slot: the segment has been made or removed."""
 
+_MAX_SEQUENCE = 1 << 62
+_STRANGE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOTDIR)
+"""What the system says to opening a link, a folder, a socket or a device without a driver."""
 _MAGIC = b"KVLOFTCT"
 _VERSION = 1
 _HEAD = struct.Struct("<8sIIQQII")
@@ -59,6 +66,10 @@ class LockedError(OSError):
     """Somebody else has held the lock for as long as this process was willing to wait."""
 
 
+class StrangeError(FileNotFoundError):
+    """Something that is not of the store has the name of one of its files: that file is missing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """Where the store's history stands."""
@@ -68,6 +79,48 @@ class Position:
     dirty: bool
     next_segment: int
     """Numbers are not used again, so that nobody mistakes a segment for an older one."""
+
+
+def open_plain(path: str | Path, mode: int, *, folder: int | None = None) -> int:
+    """A descriptor of a file; ``mode`` is that of ``os.open``, ``folder`` where ``path`` begins.
+
+    Raises :class:`StrangeError` if it is anything but a file: whoever can write to the folder could
+    otherwise have us follow a link, or wait for a pipe for ever.
+    """
+    try:
+        fd = os.open(path, mode | FLAGS, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno in _STRANGE:
+            raise _strange(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _strange(path)
+    return fd
+
+
+@contextlib.contextmanager
+def open_folder(path: str | Path) -> Iterator[int]:
+    """A descriptor of a folder, which is itself there and no link to one.
+
+    Raises :class:`StrangeError`, and other ``OSError`` as they come.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | FLAGS)
+    except OSError as error:
+        if error.errno in _STRANGE:
+            raise _strange(path) from error
+        raise
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _strange(path: str | Path) -> StrangeError:
+    path = Path(path)
+    message = f"{path.name!r} is a link, or something else that is not the store's own; remove it"
+    return StrangeError(errno.ENOENT, message, str(path))
 
 
 def allocate(fd: int, size: int) -> None:
@@ -99,6 +152,8 @@ def read_position(fd: int) -> Position | None:
         return None
     if (magic, version, ring) != (_MAGIC, _VERSION, RING):
         return None
+    if sequence > _MAX_SEQUENCE or next_segment > MAX_SEGMENT:  # Nobody has ever counted so far.
+        return None
     return Position(epoch, sequence, bool(dirty), next_segment)
 
 
@@ -109,7 +164,10 @@ def write_position(fd: int, position: Position) -> None:
 
 def start_epoch(fd: int, next_segment: int) -> Position:
     """Begin an epoch in which all that others know is void; dirty. The lock must be held."""
-    if os.fstat(fd).st_size != CONTROL_BYTES:
+    status = os.fstat(fd)
+    if status.st_size != CONTROL_BYTES:
+        if status.st_nlink > 1:
+            raise OSError(errno.EMLINK, "the control file is also a file elsewhere; remove it")
         os.ftruncate(fd, 0)
         allocate(fd, CONTROL_BYTES)  # Else a full device would end all changes.
     position = Position(secrets.randbits(63), 0, True, next_segment)
@@ -130,7 +188,7 @@ def write_changes(fd: int, sequence: int, changes: Sequence[Change]) -> None:
 
 def read_changes(fd: int, since: int, until: int) -> list[Change] | None:
     """Changes ``since`` to ``until - 1``; ``None`` if the ring has no room for so many."""
-    if not 0 <= until - since <= RING:
+    if since < 0 or not 0 <= until - since <= RING:
         return None
     raw = os.pread(fd, RING * _CHANGE.size, PAGE_BYTES)
     if len(raw) != RING * _CHANGE.size:
@@ -154,7 +212,11 @@ def locked(path: str, seconds: float) -> Iterator[int]:
     try:
         while True:
             if fd < 0:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | FLAGS, 0o600)
+                try:
+                    fd = open_plain(path, os.O_RDWR | os.O_CREAT)
+                except StrangeError as error:
+                    # Not as if it were missing: nobody may change anything without the lock.
+                    raise OSError(errno.EINVAL, error.strerror, path) from error
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -190,8 +252,9 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self.number = secrets.randbits(63) | 1
         self._path = folder / f"{self.number:016x}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | FLAGS
-        self._fd = os.open(self._path, flags, 0o600)
+        with open_folder(folder) as at:
+            mode = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            self._fd = open_plain(self._path.name, mode, folder=at)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
@@ -209,24 +272,29 @@ class Writer:
 
 def live_writers(folder: Path, *, reap: bool = True) -> set[int]:
     """The writers that are alive; ``reap``: remove the files of others."""
-    alive: set[int] = set()
     try:
-        names = os.listdir(folder)  # noqa: PTH208
+        with open_folder(folder) as at:
+            return _live_writers(at, reap)
+    except StrangeError:
+        raise
     except FileNotFoundError:
-        return alive
-    for name in names:
+        return set()
+
+
+def _live_writers(folder: int, reap: bool) -> set[int]:
+    alive: set[int] = set()
+    for name in os.listdir(folder):
         if not _WRITER.fullmatch(name):
             continue
         try:
-            fd = os.open(folder / name, os.O_RDONLY | FLAGS)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP):  # Gone, or a link: no sign of life.
-                continue
-            raise
+            fd = open_plain(name, os.O_RDONLY, folder=folder)
+        except FileNotFoundError:  # Gone, or no file: no sign of life.
+            continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if reap:
-                (folder / name).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
         except BlockingIOError:
             alive.add(int(name, 16))
         finally:

@@ -173,9 +173,9 @@ def unpack_record(raw: Buffer, segment: int, slot: int) -> Record | None:
 
 COLUMNS = np.dtype(
     {
-        "names": ["state", "rests", "depth", "writer", "nbytes", "used"],
-        "formats": ["u1", "u1", "<u4", "<u8", "<u8", "<u4"],
-        "offsets": [0, 1, 4, 8, 56, USED_AT],
+        "names": ["state", "rests", "depth", "writer", "code", "nbytes", "used"],
+        "formats": ["u1", "u1", "<u4", "<u8", "<u4", "<u8", "<u4"],
+        "offsets": [0, 1, 4, 8, 48, 56, USED_AT],
         "itemsize": RECORD_BYTES,
     }
 )
@@ -199,6 +199,23 @@ def good_rows(rows: Rows, segment: int) -> npt.NDArray[np.bool_]:
     good &= (state == RESERVED) | (state == READY)
     good |= ~words[:, : _WORDS + 1].any(axis=1)
     return np.asarray(good, dtype=np.bool_)
+
+
+def sound_rows(rows: Rows, segment: Segment) -> npt.NDArray[np.bool_]:
+    """Which records of a whole table are good, and :func:`is_sound`."""
+    columns = rows.view(COLUMNS).reshape(len(rows))
+    full = columns["code"] == int.from_bytes(FULL_CODE, "little")
+    good = good_rows(rows, segment.number) & (columns["nbytes"] <= segment.slot_bytes)
+    return np.asarray(good & ~(full & (columns["rests"] == ON_SELF)), dtype=np.bool_)
+
+
+def is_sound(record: Record, segment: Segment) -> bool:
+    """Whether what a record says can be: checksums don't keep anybody from making it up.
+
+    A chunk fits its slot, and none rests on itself, which would be without end.
+    """
+    fits = record.nbytes <= segment.slot_bytes
+    return fits and not (record.rests == ON_SELF and record.code == FULL_CODE)
 
 
 # --- the header page ------------------------------------------------------------------------------

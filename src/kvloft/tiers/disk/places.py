@@ -45,9 +45,11 @@ def lies_at(header: Header, segment: Segment, slot: int) -> bool:
 
 
 def flaw(
-    digest: bytes, chunk: Chunk, place: Place, page: memoryview, data: memoryview, got: int
-) -> str | None:
-    """Why what has been read is not the chunk; ``None`` if it is."""
+    digest: bytes, chunk: Chunk, place: Place, page: memoryview, data: memoryview, got: int,
+    *, verify: bool,
+) -> str | None:  # fmt: skip
+    """Why what has been read is not the chunk; ``None`` if it is. ``verify``: whether to compute
+    the checksum of its bytes, or to take the header's word for them."""
     if got < place.segment.stride:
         return "short"
     if (header := unpack_header(page)) is None:
@@ -59,6 +61,6 @@ def flaw(
         return "foreign"
     if header.nbytes != chunk.nbytes:
         return "short" if header.nbytes < chunk.nbytes else "long"
-    if header.payload != xxhash.xxh3_64_intdigest(data):
+    if verify and header.payload != xxhash.xxh3_64_intdigest(data):
         return "checksum"
     return None

@@ -29,7 +29,7 @@ from kvloft.tiers.disk.format import (
     least_segment_bytes,
     segment_slots,
 )
-from kvloft.tiers.disk.segments import Files
+from kvloft.tiers.disk.segments import MAX_SEGMENT_BYTES, Files
 from kvloft.tiers.disk.session import Session
 from kvloft.tiers.disk.view import NONE, Extent, View
 from kvloft.units import PAGE_BYTES, format_size
@@ -40,7 +40,6 @@ SLACK_BYTES = SPARE_BYTES // 2
 """By how much less than that directories grow in one operation."""
 FIXED_BYTES = CONTROL_BYTES + 3 * PAGE_BYTES + SPARE_BYTES
 """What a store takes besides segments."""
-_MAX_SEGMENT_BYTES = 256 << 20
 _SEGMENTS = 64
 """A store has about so many, unless it is large: enough for sizes to share it finely."""
 _PAUSE_SECONDS = 10.0
@@ -254,7 +253,7 @@ class Room:
         """Make a segment of this stride if the limit and the device allow; whether they did."""
         if self._limit is None or time.monotonic() < self._grow_after:
             return False
-        wanted = max(1, segment_slots(min(self._limit // _SEGMENTS, _MAX_SEGMENT_BYTES), stride))
+        wanted = max(1, segment_slots(min(self._limit // _SEGMENTS, MAX_SEGMENT_BYTES), stride))
         if not self._worth(view, stride, wanted):  # Mostly: the store is full.
             return False
         self.measure(view)

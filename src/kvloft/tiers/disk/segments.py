@@ -20,13 +20,15 @@ import contextlib
 import errno
 import mmap
 import os
+import secrets
+import stat
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 
-from kvloft.tiers.disk.control import FLAGS, REFUSED, allocate
+from kvloft.tiers.disk.control import MAX_SEGMENT, REFUSED, allocate, open_plain
 from kvloft.tiers.disk.format import RECORD_BYTES, Rows, Segment, segment_of
 from kvloft.units import PAGE_BYTES
 
@@ -34,6 +36,8 @@ RUN_SLOTS = 64
 """How many slots are read or written in one go, at most."""
 RUN_BYTES = 8 << 20
 """A run ends with the slot that makes it so long."""
+MAX_SEGMENT_BYTES = 256 << 20
+"""More than this only a segment of a single slot has."""
 _MAX_USES = 64
 """How often files are accessed before they are opened anew."""
 
@@ -62,39 +66,47 @@ class Files:
         """Segments whose data are there in full, by number, and names of files that belong to none.
 
         Data that are longer than they should be count too: :meth:`trim` mends that. A missing or
-        short table is no reason to leave out a segment; its records will turn out bad.
+        short table is no reason to leave out a segment; its records will turn out bad. Whatever is
+        no file, or has a name that no engine gives, belongs to nothing.
         """
         sizes: dict[str, int] = {}
+        strange: list[str] = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                if segment_of(entry.name) and entry.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):
-                        sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+                if (segment := segment_of(entry.name)) is None:
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and can_be(segment):
+                        sizes[entry.name] = status.st_size
+                    else:
+                        strange.append(entry.name)
         segments: dict[int, Segment] = {}
         for name, size in sorted(sizes.items()):
             segment = segment_of(name)
             if segment and name == segment.data_name and size >= segment.data_bytes:
                 segments.setdefault(segment.number, segment)
         kept = {name for s in segments.values() for name in (s.data_name, s.table_name)}
-        return list(segments.values()), [name for name in sizes if name not in kept]
+        return list(segments.values()), [*strange, *(name for name in sizes if name not in kept)]
 
     def create(self, segment: Segment) -> None:
         """Make a segment with room for all its slots, or nothing at all."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | FLAGS
+        made = []
         try:
             # The table first: a table without data is known for a leftover.
             for name, size in (
                 (segment.table_name, segment.table_bytes),
                 (segment.data_name, segment.data_bytes),
             ):
-                fd = os.open(self.folder / name, flags, 0o600)
+                fd = open_plain(f"{self._prefix}{name}", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                made.append(name)
                 try:
                     allocate(fd, size)
                 finally:
                     os.close(fd)
         except BaseException:
             with contextlib.suppress(OSError):
-                self.remove(segment)
+                self.unlink(made)
             raise
 
     def remove(self, segment: Segment) -> None:
@@ -102,9 +114,14 @@ class Files:
         self.unlink((segment.data_name, segment.table_name))
 
     def unlink(self, names: Iterable[str]) -> None:
-        """Remove files of the store that are still there."""
+        """Remove files of the store that are still there; a folder in place of one gets another
+        name."""
         for name in names:
-            (self.folder / name).unlink(missing_ok=True)
+            path = self.folder / name
+            try:
+                path.unlink(missing_ok=True)
+            except IsADirectoryError:
+                path.rename(path.with_name(f"{name}.{secrets.token_hex(8)}"))
 
     def trim(self, segment: Segment) -> bool:
         """Cut off what lies beyond a segment's end; whether there was anything."""
@@ -116,7 +133,11 @@ class Files:
             path = self.folder / name
             with contextlib.suppress(FileNotFoundError):
                 if path.lstat().st_size > size:
-                    os.truncate(path, size)
+                    fd = open_plain(path, os.O_WRONLY)
+                    try:
+                        os.ftruncate(fd, size)
+                    finally:
+                        os.close(fd)
                     cut = True
         return cut
 
@@ -124,7 +145,7 @@ class Files:
 
     def open_table(self, segment: Segment, mode: int) -> int:
         """A descriptor of a segment's table; ``mode`` is that of ``os.open``."""
-        return os.open(f"{self._prefix}{segment.table_name}", mode | FLAGS, 0o600)
+        return open_plain(f"{self._prefix}{segment.table_name}", mode)
 
     def table(self, segment: Segment) -> Rows:
         """All records of a segment. Those that can't be read are none: 0xff throughout."""
@@ -169,6 +190,11 @@ class Slots:
         """Read the first of :attr:`pages` alone; how many bytes there were."""
         return self._access(segment, slot, os.O_RDONLY, self.pages[:1])
 
+    def read_part(self, segment: Segment, slot: int, at: int, part: memoryview) -> int:
+        """Read some of a slot's bytes, from ``at`` on, a multiple of a page; how many there
+        were."""
+        return self._access(segment, slot, os.O_RDONLY, [part], PAGE_BYTES + at)
+
     def _parts(self, run: Sequence[memoryview]) -> list[memoryview]:
         return [part for pair in zip(self.pages, run, strict=False) for part in pair]
 
@@ -178,15 +204,16 @@ class Slots:
         while self._fds:
             os.close(self._fds.popitem()[1])
 
-    def _access(self, segment: Segment, slot: int, mode: int, parts: list[memoryview]) -> int:
+    def _access(
+        self, segment: Segment, slot: int, mode: int, parts: list[memoryview], at: int = 0
+    ) -> int:
         with self._gate:
-            return self._transfer(segment, slot, mode, parts)
+            return self._transfer(segment, slot * segment.stride + at, mode, parts)
 
-    def _transfer(self, segment: Segment, slot: int, mode: int, parts: list[memoryview]) -> int:
+    def _transfer(self, segment: Segment, offset: int, mode: int, parts: list[memoryview]) -> int:
         self._uses += 1
         if self._uses > _MAX_USES:
             self.close()
-        offset = slot * segment.stride
         if self._files.direct:
             try:
                 return _transfer(self._fd(segment, mode), mode, parts, offset)
@@ -210,21 +237,37 @@ class Slots:
     def _fd(self, segment: Segment, mode: int) -> int:
         fd = self._fds.get((segment.number, mode))
         if fd is None:
-            flags = mode | FLAGS | (os.O_DIRECT if self._files.direct else 0)
-            fd = os.open(f"{self._files.folder}/{segment.data_name}", flags)
+            direct = os.O_DIRECT if self._files.direct else 0
+            fd = open_plain(f"{self._files.folder}/{segment.data_name}", mode | direct)
             self._fds[segment.number, mode] = fd
         return fd
 
 
+def can_be(segment: Segment) -> bool:
+    """Whether an engine could have made this: a name alone may ask for any amount of memory."""
+    return segment.number <= MAX_SEGMENT and (
+        segment.slots == 1 or segment.total_bytes <= MAX_SEGMENT_BYTES
+    )
+
+
 def _measure(folder: str, segments: bool) -> int:
     total = os.lstat(folder).st_size
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                total += _measure(entry.path, segments)
-            elif segments or segment_of(entry.name) is None:
-                with contextlib.suppress(FileNotFoundError):
-                    total += entry.stat(follow_symlinks=False).st_size
+    todo = [folder]
+    while todo:
+        inner = todo.pop()
+        try:
+            with os.scandir(inner) as entries:
+                for entry in entries:
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    if is_folder:
+                        todo.append(entry.path)
+                    if is_folder or segments or segment_of(entry.name) is None:
+                        with contextlib.suppress(FileNotFoundError):
+                            total += entry.stat(follow_symlinks=False).st_size
+        except OSError:
+            if inner == folder:
+                raise
+            # It has gone, or is too deep down or closed to us; and it is none of ours.
     return total
 
 

@@ -12,6 +12,7 @@ from kvloft.tiers.disk.format import (
     USED_AT,
     Record,
     Segment,
+    is_sound,
     pack_record,
     unpack_record,
 )
@@ -46,8 +47,9 @@ class Tables:
         return found
 
     def read(self, segment: Segment, slot: int) -> Record | None:
-        """The record of a slot; ``None`` if it is damaged."""
-        return unpack_record(self.raw(segment, slot), segment.number, slot)
+        """The record of a slot; ``None`` if it is damaged, or can't be."""
+        record = unpack_record(self.raw(segment, slot), segment.number, slot)
+        return record if record is not None and is_sound(record, segment) else None
 
     def stamp(self, segment: Segment, slot: int, used: int) -> None:
         """Note when a chunk was last used, on disk at once. Needs no lock."""
@@ -138,11 +140,16 @@ class Session:
     def create(self, stride: int, slots: int) -> Segment:
         """Make a segment with a new number."""
         self.begin()
-        segment = Segment(self.position.next_segment, stride, slots)
-        self._files.create(segment)
-        self.position = replace(self.position, next_segment=segment.number + 1)
-        self._changes.append((segment.number, WHOLE))
-        return segment
+        while True:
+            segment = Segment(self.position.next_segment, stride, slots)
+            try:
+                self._files.create(segment)
+            except FileExistsError:  # Something strange has its name; it may keep it.
+                self.position = replace(self.position, next_segment=segment.number + 1)
+                continue
+            self.position = replace(self.position, next_segment=segment.number + 1)
+            self._changes.append((segment.number, WHOLE))
+            return segment
 
     def remove(self, segment: Segment) -> None:
         """Remove a segment."""

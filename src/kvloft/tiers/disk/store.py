@@ -16,6 +16,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import threading
 import time
 from collections import deque
@@ -27,7 +28,15 @@ import xxhash
 
 from kvloft.tiers.base import Chunk, Outcome
 from kvloft.tiers.disk import control
-from kvloft.tiers.disk.control import RING, LockedError, Position, Writer
+from kvloft.tiers.disk.control import (
+    RING,
+    LockedError,
+    Position,
+    StrangeError,
+    Writer,
+    open_folder,
+    open_plain,
+)
 from kvloft.tiers.disk.format import (
     FREE_RECORD,
     FULL_CODE,
@@ -89,7 +98,7 @@ class Store:
     ``path``: the directory that the user has named. ``limit``: bytes that the store may take in
     all; without one, no segments are made. ``create``: make what is missing. ``fault``: is told of
     what goes wrong, from any thread, with the store's mutex held. ``lock_seconds``: how long to
-    wait for others.
+    wait for others. ``verify``: compute the checksum of what is read.
 
     All methods raise ``OSError``, :class:`kvloft.tiers.disk.control.LockedError` among them, unless
     they say otherwise. Call :meth:`load` before anything else.
@@ -97,8 +106,9 @@ class Store:
 
     def __init__(
         self, path: Path, *, limit: int | None = None, create: bool = False,
-        fault: Fault = _ignore, lock_seconds: float = 2.0,
+        fault: Fault = _ignore, lock_seconds: float = 2.0, verify: bool = True,
     ) -> None:  # fmt: skip
+        self._verify = verify
         self.path = path
         self.folder = path / FOLDER
         self.limit = limit
@@ -128,8 +138,13 @@ class Store:
         """Damaged chunks that are still to be removed."""
         self._dirty_seen = False
         if create:
-            for folder in (self.path, self.folder, self._writers, self._names):
-                folder.mkdir(mode=0o700, parents=folder is self.path, exist_ok=True)
+            # One by one: ``parents`` would leave those above open to others.
+            missing = [folder for folder in self.path.parents if not folder.exists()]
+            for folder in (*reversed(missing), self.path):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            for folder in (self.folder, self._writers, self._names):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                _close_to_others(folder)
 
     # ---------------------------------------------------------------- coming and going
 
@@ -177,6 +192,7 @@ class Store:
         if not self._mutex.acquire(timeout=self._lock_seconds):
             raise LockedError("this process is still busy with the store")
         try:
+            self._check_folder()
             left = max(0.0, deadline - time.monotonic())
             with control.locked(self._control, left) as fd:
                 session = None
@@ -193,6 +209,11 @@ class Store:
                         session.close()
         finally:
             self._mutex.release()
+
+    def _check_folder(self) -> None:
+        """Raises :class:`StrangeError` if the folder has become a link to another place."""
+        if not stat.S_ISDIR(os.lstat(self.folder).st_mode):
+            raise StrangeError(errno.ENOENT, "It is no directory", str(self.folder))
 
     def change(self, work: Callable[[Session], _T]) -> _T:
         """What ``work`` returns, done under the lock with the view up to date.
@@ -246,7 +267,8 @@ class Store:
         if not self._mutex.acquire(timeout=self._lock_seconds):
             return
         try:
-            fd = os.open(self._control, os.O_RDONLY | control.FLAGS)
+            self._check_folder()
+            fd = open_plain(self._control, os.O_RDONLY)
             try:
                 self._peek(fd)
             finally:
@@ -254,7 +276,7 @@ class Store:
             self._take_hints()
         except FileNotFoundError:
             self._known = None
-            if not self.folder.exists():
+            if self.folder.is_symlink() or not self.folder.exists():
                 self.view = View()
                 self._fault("vanished", f"{self.folder} is gone; nothing is kept or found any more")
         finally:
@@ -499,7 +521,7 @@ class Store:
         for at, (i, place) in enumerate(run):
             chunk, into = wants[i]
             name, page = Name(digest, _name(chunk)), slots.pages[at]
-            cause = flaw(digest, chunk, place, page, into, got - at * stride)
+            cause = flaw(digest, chunk, place, page, into, got - at * stride, verify=self._verify)
             if cause is None:
                 self._hints.append((name, True))
                 yield i, (Outcome.DONE, "")
@@ -594,7 +616,7 @@ class Store:
 
     def _is_dirty(self) -> bool:
         """Whether somebody seems to have died in the middle of a change: dirty twice in a row."""
-        fd = os.open(self._control, os.O_RDONLY | control.FLAGS)
+        fd = open_plain(self._control, os.O_RDONLY)
         try:
             position = control.read_position(fd)
         finally:
@@ -643,12 +665,33 @@ def _name(chunk: Chunk) -> bytes:
 
 
 def _write_small(path: Path, text: bytes) -> None:
-    """Replace a small file that is only for people."""
-    fresh = path.with_suffix(".tmp")
-    fresh.unlink(missing_ok=True)
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | control.FLAGS, 0o600)
-    try:
-        os.write(fd, text)
-    finally:
-        os.close(fd)
-    fresh.replace(path)
+    """Replace a small file that is only for people; where a folder has its name, there is none."""
+    fresh = path.with_suffix(".tmp").name
+    with open_folder(path.parent) as at, contextlib.suppress(IsADirectoryError):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh, dir_fd=at)
+        fd = open_plain(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder=at)
+        try:
+            os.write(fd, text)
+        finally:
+            os.close(fd)
+        os.replace(fresh, path.name, src_dir_fd=at, dst_dir_fd=at)
+
+
+def _close_to_others(folder: Path) -> None:
+    """See that nobody else can put files here: theirs would be taken for ours.
+
+    Raises :class:`StrangeError` if it is a link, ``PermissionError`` if that is not in our power.
+    """
+    with open_folder(folder) as fd:
+        status = os.fstat(fd)
+        if status.st_mode & 0o077:
+            try:
+                os.fchmod(fd, 0o700)
+            except OSError as error:
+                # Where it is ours, the file system has no permissions, or only one for everything.
+                if status.st_uid != os.geteuid():
+                    raise PermissionError(
+                        errno.EACCES, "it belongs to another user, and not to that one alone",
+                        str(folder),
+                    ) from error  # fmt: skip

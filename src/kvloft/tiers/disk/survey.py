@@ -26,7 +26,7 @@ import xxhash
 
 from kvloft.errors import ConfigError
 from kvloft.tiers.disk import control
-from kvloft.tiers.disk.control import FLAGS
+from kvloft.tiers.disk.control import StrangeError, open_folder, open_plain
 from kvloft.tiers.disk.faults import cause_of
 from kvloft.tiers.disk.format import (
     COLUMNS,
@@ -38,15 +38,16 @@ from kvloft.tiers.disk.format import (
     Record,
     Rows,
     Segment,
-    good_rows,
     segment_of,
+    sound_rows,
     unpack_header,
     unpack_record,
 )
 from kvloft.tiers.disk.places import lies_at
 from kvloft.tiers.disk.room import Name
-from kvloft.tiers.disk.segments import Files, Slots, aligned
+from kvloft.tiers.disk.segments import RUN_BYTES, Files, Slots, aligned, can_be
 from kvloft.tiers.disk.store import FOLDER
+from kvloft.units import PAGE_BYTES
 
 CREATED_AT = 88
 """Where in a record the time lies at which it was written."""
@@ -71,15 +72,19 @@ def locate(path: Path) -> Path:
 
     Raises :class:`ConfigError` if there is none.
     """
-    if (path / FOLDER).is_dir():
+    if _is_folder(path / FOLDER):
         return path
     for candidate in (path.absolute(), path.resolve()):
-        if candidate.name == FOLDER and candidate.is_dir():
+        if candidate.name == FOLDER and _is_folder(candidate):
             return candidate.parent
     raise ConfigError(
         f"{str(path)!r} has no store: looked for the directory {str(path / FOLDER)!r}. Name the "
         f"'path' of a tier of type 'disk', or the {FOLDER!r} in it"
     )
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def parse_age(text: str) -> int:
@@ -312,7 +317,7 @@ class Survey:
             if look:
                 time.sleep(_PAUSE_SECONDS)
             rows = self.files.table(segment)
-            good = good_rows(rows, segment.number)
+            good = sound_rows(rows, segment)
             if good.all():
                 break
             if not self._is_whole(segment):
@@ -395,12 +400,14 @@ class Survey:
 
     def _count_writers(self) -> int | None:
         """How many engines are alive; ``None`` if that can't be told."""
-        if not (self.folder / "control").is_file():
+        if _size(self.folder / "control") < 0:
             return 0  # No engine has been here, or all that knew of it have been deserted.
         try:
             # An engine that is just starting must not find its own sign of life locked.
             with control.locked(f"{self.folder}/control", _LOCK_SECONDS):
                 return len(control.live_writers(self.folder / "writers", reap=False))
+        except StrangeError:
+            return None
         except FileNotFoundError:
             return 0
         except OSError:
@@ -416,10 +423,10 @@ class Survey:
                     yield Flaw("record", table.segment.table_name, slot, None)
         for name in self.files.found()[1]:
             segment = segment_of(name)
-            if segment is None or name != segment.data_name:
+            if segment is None or name != segment.data_name or not can_be(segment):
                 continue
             rows = self.files.table(segment)
-            table = Table(segment, rows, good_rows(rows, segment.number))
+            table = Table(segment, rows, sound_rows(rows, segment))
             if not 0 <= _size(self.folder / name) < segment.data_bytes:
                 continue
             for slot in np.flatnonzero(self.wanted(table, selection)).tolist():
@@ -429,8 +436,7 @@ class Survey:
     def unreadable(self, selection: Selection, tell: Callable[[Progress], None]) -> Iterator[Flaw]:
         """Read every byte of the chunks that are meant, and yield what is wrong.
 
-        ``tell`` is called after each chunk. Takes the memory of the largest chunk and of the
-        largest table.
+        ``tell`` is called after each chunk. Takes the memory of the largest table, and little more.
         """
         progress = Progress(
             sum(int(self.wanted(t, selection).sum()) * t.segment.stride for t in self.tables())
@@ -440,9 +446,10 @@ class Survey:
             segment = table.segment
             with contextlib.closing(Slots(self.files)) as slots:
                 for slot in np.flatnonzero(self.wanted(table, selection)).tolist():
-                    if len(buffer) < segment.slot_bytes:
-                        buffer = aligned(segment.slot_bytes)
-                    data = buffer[: segment.slot_bytes]
+                    size = min(segment.slot_bytes, RUN_BYTES)
+                    if len(buffer) < size:
+                        buffer = aligned(size)
+                    data = buffer[:size]
                     cause, record = self._examine(segment, slot, table.record(slot), data, slots)
                     progress.done_bytes += segment.stride
                     progress.chunks += record is not None
@@ -488,14 +495,21 @@ def _size(path: Path) -> int:
 def _flaw(
     segment: Segment, slot: int, record: Record, data: memoryview, slots: Slots
 ) -> str | None:
-    """Why a slot does not hold what its record says; ``None`` if it does."""
+    """Why a slot does not hold what its record says; ``None`` if it does. ``data``: memory for a
+    part of it."""
     try:
-        got = slots.read(segment, slot, [data])
+        return _compare(segment, slot, record, data, slots)
     except FileNotFoundError:
         return "short"
     except OSError as error:
         return cause_of(error)
-    if got < segment.stride:
+
+
+def _compare(
+    segment: Segment, slot: int, record: Record, data: memoryview, slots: Slots
+) -> str | None:
+    at = len(data)
+    if slots.read(segment, slot, [data]) < PAGE_BYTES + at:
         return "short"
     if (header := unpack_header(slots.pages[0])) is None:
         return "header"
@@ -505,11 +519,20 @@ def _flaw(
         return "foreign"
     if header.payload != record.payload or header.nbytes != record.nbytes:
         return "torn"
-    return None if header.payload == xxhash.xxh3_64_intdigest(data) else "checksum"
+    payload = xxhash.xxh3_64(data)
+    while at < segment.slot_bytes:  # Its length is what somebody has written on it.
+        part = data[: segment.slot_bytes - at]
+        if slots.read_part(segment, slot, at, part) < len(part):
+            return "short"
+        payload.update(part)
+        at += len(part)
+    return None if header.payload == payload.intdigest() else "checksum"
 
 
 def _code(code: bytes) -> str:
-    return code.rstrip(b"\0").decode("ascii", "backslashreplace")
+    # Whoever has made the record may have meant a terminal to obey it.
+    text = code.rstrip(b"\0").decode("ascii", "backslashreplace")
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def _entry(record: Record) -> Entry:
@@ -521,19 +544,18 @@ def _entry(record: Record) -> Entry:
 
 def names_in(folder: Path) -> dict[bytes, dict[str, str]]:
     """What engines have said of their namespaces, as far as it is text."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError), open_folder(folder) as at:
         return {
-            bytes.fromhex(path.stem): _about(path)
-            for path in sorted(folder.iterdir())
-            if _NAMES_FILE.fullmatch(path.name)
+            bytes.fromhex(name.removesuffix(".json")): _about(name, at)
+            for name in sorted(os.listdir(at))  # noqa: PTH208
+            if _NAMES_FILE.fullmatch(name)
         }
     return {}
 
 
-def _about(path: Path) -> dict[str, str]:
+def _about(name: str, folder: int) -> dict[str, str]:
     try:
-        # Anybody may have put it there: no links, and no waiting for a pipe.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | FLAGS)
+        fd = open_plain(name, os.O_RDONLY, folder=folder)
         try:
             said = json.loads(os.read(fd, _ABOUT_BYTES))
         finally:

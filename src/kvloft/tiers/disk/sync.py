@@ -17,8 +17,9 @@ from kvloft.tiers.disk.format import (
     Record,
     Rows,
     Segment,
-    good_rows,
+    is_sound,
     pack_record,
+    sound_rows,
     unpack_header,
 )
 from kvloft.tiers.disk.places import lies_at
@@ -56,7 +57,7 @@ def whole_tables(
     for segment in segments:
         rows = files.table(segment)
         if session is not None:
-            good = good_rows(rows, segment.number)
+            good = sound_rows(rows, segment)
             if not good.all():
                 _mend(files, session, segment, rows, (~good).nonzero()[0].tolist(), fault)
         yield segment, rows
@@ -79,7 +80,8 @@ def _mend(
                     header = unpack_header(reader.pages[0])
             record = FREE_RECORD
             if header is not None and lies_at(header, segment, slot):
-                record = header.record(header.created)
+                made = header.record(header.created)
+                record = made if is_sound(made, segment) else FREE_RECORD
             session.write(segment, slot, record)
             rows[slot] = np.frombuffer(pack_record(record, segment.number, slot), np.uint8)
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from kvloft.errors import ConfigError
 from kvloft.tiers.base import Chunk, Namespace, Outcome, TierStats
-from kvloft.tiers.disk.control import LockedError
-from kvloft.tiers.disk.faults import Faults
+from kvloft.tiers.disk.control import LockedError, StrangeError
+from kvloft.tiers.disk.faults import DiskFaults
 from kvloft.tiers.disk.format import Record, check_chunk, chunk_name, reservation
 from kvloft.tiers.disk.places import Place, runs
 from kvloft.tiers.disk.room import FIXED_BYTES, Name, least_bytes
@@ -107,18 +107,20 @@ class DiskTier:
 
     Raises :class:`kvloft.errors.ConfigError` if the directory or the limit won't do; then nothing
     is left running. ``report`` is told what a person should know: the first fault of each cause,
-    and how many there have been since, at most every ten minutes.
+    and how many there have been since, at most every ten minutes. ``verify``: compute the
+    checksums of chunks that are read; without, a torn or damaged one is not noticed.
     """
 
     def __init__(
-        self, options: DiskOptions, namespace: Namespace, *, report: Report | None = None
-    ) -> None:
+        self, options: DiskOptions, namespace: Namespace, *, report: Report | None = None,
+        verify: bool = True,
+    ) -> None:  # fmt: skip
         self._options = options
         self._digest = namespace.digest
         self._has_full = namespace.has_full
-        self._faults = Faults(report)
+        self._faults = DiskFaults(report)
         self._codes: dict[str, bytes] = {}
-        self._store, self._number = _open(options, namespace, self._faults)
+        self._store, self._number = _open(options, namespace, self._faults, verify)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._gets: deque[_Get | _Call] = deque()
@@ -241,6 +243,7 @@ class DiskTier:
                 get_bytes=self._done_bytes["gets"],
                 evicted_chunks=self._store.evicted,
                 faults=self._faults.counts(),
+                held={} if self._closed else view.held(self._digest),
             )
 
     def close(self, timeout: float = 5.0) -> None:
@@ -602,7 +605,9 @@ def _own(data: memoryview) -> memoryview:
     return memoryview(bytearray(data)) if data.readonly else data
 
 
-def _open(options: DiskOptions, namespace: Namespace, faults: Faults) -> tuple[Store, int]:
+def _open(
+    options: DiskOptions, namespace: Namespace, faults: DiskFaults, verify: bool
+) -> tuple[Store, int]:
     """Open the store of a tier. Raises :class:`ConfigError`."""
     where = f"'secondary_tiers': 'path': {str(options.path)!r}"
     least = least_bytes(namespace.slot_bytes)
@@ -613,7 +618,9 @@ def _open(options: DiskOptions, namespace: Namespace, faults: Faults) -> tuple[S
             f"{format_size(least)}"
         )
     try:
-        store = Store(options.path, limit=options.max_bytes, create=True, fault=faults.add)
+        store = Store(
+            options.path, limit=options.max_bytes, create=True, fault=faults.add, verify=verify
+        )
         store.load()
         number = store.join(namespace.digest, namespace.about)
     except LockedError as error:
@@ -622,6 +629,8 @@ def _open(options: DiskOptions, namespace: Namespace, faults: Faults) -> tuple[S
         ) from error
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigError(f"{where} is a file, or lies in one; name a directory") from error
+    except StrangeError as error:
+        raise ConfigError(f"{where} can't be used: {error.strerror}") from error
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise ConfigError(
@@ -630,6 +639,8 @@ def _open(options: DiskOptions, namespace: Namespace, faults: Faults) -> tuple[S
         raise ConfigError(
             f"{where} can't be used: {error.strerror}; name a directory that can be written to"
         ) from error
+    except ValueError as error:
+        raise ConfigError(f"{where} is no path: {error}") from error
     needed = least - FIXED_BYTES
     if not store.view.extents and (free := _free_bytes(options)) < needed:
         store.leave()

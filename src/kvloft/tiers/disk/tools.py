@@ -144,7 +144,7 @@ class StoreTools:
                 return
             full = {digest for table in survey.tables() for digest, _, _ in table.kinds()}
             for digest in names_in(survey.folder / "names").keys() - full:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                     (survey.folder / "names" / f"{digest.hex()}.json").unlink()
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloft.catalog.policies.lru import LRU
+from kvloft.tiers.base import CLASSES
 from kvloft.tiers.disk.format import (
     COLUMNS,
     DIGEST_AT,
@@ -41,13 +42,16 @@ from kvloft.tiers.disk.format import (
     Record,
     Rows,
     Segment,
-    good_rows,
+    sound_rows,
 )
 
 NONE = -1
 HIDDEN = 3
 """The state of a chunk that is ready on disk, but damaged; known to this process alone."""
 _SHARDS = 256
+_NO_NAMES: dict[bytes, int] = {}
+"""In place of all shards that have no names, of which a namespace of few chunks has many. Stays
+empty."""
 
 
 class Extent:
@@ -78,7 +82,7 @@ class View:
         self.parents = bytearray()
         """Keys of the boundaries before."""
         self.segment = array("I")
-        self.space = array("H")
+        self.space = array("I")
         """Index of the namespace."""
         self.depth = array("I")
         self.nbytes = array("Q")
@@ -98,8 +102,8 @@ class View:
         self._index: dict[bytes, int] = {}
         self._shards: list[list[dict[bytes, int]]] = []
         """By namespace and first byte of the name."""
-        self._counts: list[int] = []
-        """Chunks by namespace."""
+        self._held: list[dict[str, list[int]]] = []
+        """By namespace and class: chunks and their exact bytes."""
 
     # ---------------------------------------------------------------- names
 
@@ -109,8 +113,8 @@ class View:
         if index is None:
             index = len(self._digests)
             self._digests.append(digest)
-            self._shards.append([{} for _ in range(_SHARDS)])
-            self._counts.append(0)
+            self._shards.append([_NO_NAMES] * _SHARDS)
+            self._held.append({name: [0, 0] for name in CLASSES.values()})
             self._index[digest] = index
         return index
 
@@ -120,8 +124,18 @@ class View:
 
     def count(self, digest: bytes) -> int:
         """How many chunks of a namespace are ready."""
+        return sum(chunks for chunks, _ in self.held(digest).values())
+
+    def held(self, digest: bytes) -> dict[str, tuple[int, int]]:
+        """By class, a namespace's chunks that are ready, and their exact bytes."""
         index = self._index.get(digest)
-        return 0 if index is None else self._counts[index]
+        classes = self._held[index] if index is not None else {}
+        return {name: (chunks, nbytes) for name, (chunks, nbytes) in classes.items()}
+
+    def _count(self, slot_id: int, name: bytes, change: int) -> None:
+        held = self._held[self.space[slot_id]][CLASSES.get(chr(name[16]), "window")]
+        held[0] += change
+        held[1] += change * self.nbytes[slot_id]
 
     def ids(self, digest: bytes) -> list[int]:
         """The ids of a namespace's chunks."""
@@ -137,6 +151,13 @@ class View:
         """The id of a chunk that is ready, or ``NONE``."""
         index = self._index.get(digest)
         return NONE if index is None else self._shards[index][name[0]].get(name, NONE)
+
+    def _shard(self, space: int, name: bytes) -> dict[bytes, int]:
+        """Where a name is to be added."""
+        shard = self._shards[space][name[0]]
+        if shard is _NO_NAMES:
+            shard = self._shards[space][name[0]] = {}
+        return shard
 
     def name(self, slot_id: int) -> bytes:
         """The name of a chunk that is reserved or ready."""
@@ -236,13 +257,13 @@ class View:
         if parent != NONE:
             self._link(slot_id, parent)
         space = self.space[slot_id]
-        self._counts[space] += 1
         name = record.name
+        self._count(slot_id, name, 1)
         extent = self.extent(slot_id)
         extent.ready += 1
         extent.hot = max(extent.hot, record.used)
         self.lru[extent.segment.stride].insert(slot_id)
-        self._shards[space][name[0]][name] = slot_id
+        self._shard(space, name)[name] = slot_id
 
     def release(self, slot_id: int) -> None:
         """A slot is free that was anything else; it must have no children."""
@@ -259,7 +280,7 @@ class View:
         shard = self._shards[space][name[0]]
         if shard.get(name) == slot_id:
             del shard[name]
-        self._counts[space] -= 1
+        self._count(slot_id, name, -1)
         extent.ready -= 1
         self.lru[extent.segment.stride].remove(slot_id)
 
@@ -385,8 +406,7 @@ class View:
     def _load_rows(self, extent: Extent, rows: Rows) -> None:
         base, n = extent.base, len(rows)
         columns = rows.view(COLUMNS).reshape(n)
-        good = good_rows(rows, extent.segment.number)
-        good &= columns["nbytes"] <= extent.segment.slot_bytes
+        good = sound_rows(rows, extent.segment)
         state = np.where(good, columns["state"], FREE).astype(np.uint8)
         self._column(self.state, base, n)[:] = state
         self._column(self.depth, base, n)[:] = columns["depth"]
@@ -419,8 +439,8 @@ class View:
                 continue
             name = raw[at + NAME_AT : at + NAME_AT + NAME_BYTES]
             extent.ready += 1
-            self._counts[space] += 1
-            if self._shards[space][name[0]].setdefault(name, slot_id) != slot_id:
+            self._count(slot_id, name, 1)
+            if self._shard(space, name).setdefault(name, slot_id) != slot_id:
                 lost.append(slot_id)
             elif rests := raw[at + RESTS_AT]:
                 key = raw[at + PARENT_AT : at + PARENT_AT + 16] if rests == ON_PARENT else name[:16]
