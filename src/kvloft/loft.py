@@ -461,15 +461,17 @@ class Loft:
         copies = []
         for write in store.writes:
             parts = self._blocks_of(write.layout, write.boundary, write.kind, tables, states)
-            if parts is None:
-                raise TransferError(f"the {write.kind} chunk at {write.boundary} has no blocks")
+            if parts is None:  # A chunk without its bytes must not come to be.
+                self._publish(store, cause="blocks")
+                return None
             copies.append(Copy(write.slot, write.layout.counts, parts))
+        if not copies:
+            self._publish(store)
+            return None
         job = self._issue(copies)
-        waiting = set(range(self._ranks)) if copies else set()
-        self._pending[job.id] = _Pending(waiting, store=store)
+        self._pending[job.id] = _Pending(set(range(self._ranks)), store=store)
         self._store_order.append(job.id)
-        self._end_stores()
-        return job if copies else None
+        return job
 
     def _blocks_of(
         self, layout: ChunkLayout, end: int, kind: str, tables: Tables, states: States
@@ -651,10 +653,10 @@ class Loft:
         if self.promoter.reading:
             self.promoter.pause(seconds)
 
-    def _publish(self, store: Store) -> None:
-        """Let a store without copies take its turn."""
+    def _publish(self, store: Store, cause: str = "") -> None:
+        """Let a store without copies take its turn; with a ``cause``, as one that has failed."""
         job = self._issue([])
-        self._pending[job.id] = _Pending(set(), store=store)
+        self._pending[job.id] = _Pending(set(), ok=not cause, store=store, cause=cause)
         self._store_order.append(job.id)
         self._end_stores()
 

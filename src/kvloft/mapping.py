@@ -16,6 +16,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -161,12 +162,15 @@ def _open_locked(path: Path) -> int:
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            # Not blocking: somebody may have put a pipe there.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(path, flags, 0o600)
         except OSError as error:
             raise ArenaError(
                 f"no shared memory can be made at {path.parent}: {error.strerror}"
             ) from error
         try:
+            _check_private(fd, path)
             while not (lock := _try_lock(fd)):
                 if time.monotonic() > deadline:
                     raise ArenaError(
@@ -203,6 +207,14 @@ def _try_lock(fd: int) -> int:
         fcntl.flock(fd, fcntl.LOCK_UN)
         return 0
     return fcntl.LOCK_EX
+
+
+def _check_private(fd: int, path: Path) -> None:
+    """Others may have made a file of that name, to read along or to write into it."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise ArenaError(f"{path} has been made by somebody else; remove it")
+    os.fchmod(fd, 0o600)
 
 
 def _claim(fd: int, total: int, directory: Path) -> None:

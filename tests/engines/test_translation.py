@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     UniformTypeKVCacheSpecs,
 )
 
-from kvloft.engines.vllm.geometry import translate  # noqa: E402
+from kvloft.engines.vllm.geometry import translate, volatile_tokens  # noqa: E402
 from kvloft.errors import GeometryError  # noqa: E402
 
 ATTENTION: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -41,12 +41,18 @@ def engine(**changes: Any) -> Any:
     }
     model = SimpleNamespace(use_mla=changes.pop("mla", False), model="m", dtype=torch.bfloat16)
     on = changes.pop("chunked_prefill", True)
+    lookahead, method = changes.pop("lookahead", 0), changes.pop("method", None)
+    speculative = method and SimpleNamespace(
+        method=method, uses_draft_kv_cache=lambda: method in ("eagle", "mtp", "draft_model")
+    )
     parallel.update(changes)
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=model,
         scheduler_config=SimpleNamespace(enable_chunked_prefill=on),
         cache_config=SimpleNamespace(enable_prefix_caching=on, cache_dtype="auto"),
+        speculative_config=speculative,
+        num_prefill_lookahead_tokens=lookahead,
     )
 
 
@@ -128,8 +134,6 @@ def test_what_all_ranks_hold_alike_is_stored_once() -> None:
 
 
 FULL = FullAttentionSpec(block_size=32, **ATTENTION)
-DRAFTER = config(FULL)
-DRAFTER.kv_cache_groups[0].is_eagle_group = True
 
 REFUSED = [
     (engine(pipeline_parallel_size=2), config(FULL), "pipeline-parallel size 2"),
@@ -138,7 +142,7 @@ REFUSED = [
     (engine(nnodes_within_dp=2), config(FULL), "2 nodes"),
     (engine(mla=True, chunked_prefill=False), config(FULL), "continue from cached context"),
     (engine(), config(FULL, hisparse_host_num_blocks=4), "HiSparse"),
-    (engine(), DRAFTER, "drafter"),
+    (engine(method="dflash"), config(FULL), "'dflash'.*final"),
     (engine(), config(CrossAttentionSpec(block_size=32, **ATTENTION)), "CrossAttentionSpec"),
     (
         engine(),
@@ -159,6 +163,22 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(GeometryError, match=words):
         translate(vllm_config, kv_cache_config)
+
+
+def test_a_drafter_s_group_is_marked_where_vllm_says_so() -> None:
+    cache = config(FULL, FULL)
+    cache.kv_cache_groups[1].is_eagle_group = True
+    assert [g.draft for g in translate(engine(method="mtp"), cache).groups] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "lookahead", "tokens"),
+    [(None, 0, 0), ("ngram", 0, 0), ("eagle", 1, 1), ("draft_model", 0, 1), ("mtp", 3, 3)],
+)
+def test_a_drafter_s_tail_is_volatile_whether_or_not_its_group_is_marked(
+    method: str | None, lookahead: int, tokens: int
+) -> None:
+    assert volatile_tokens(engine(method=method, lookahead=lookahead)) == tokens
 
 
 def test_mla_is_served_where_the_platform_can_continue() -> None:

@@ -36,6 +36,8 @@ _KINDS: dict[type, Kind] = {
     CircularBufferSpec: "ring",
 }
 
+_UNKNOWN_DRAFTERS = ("dflash", "dspark", "extract_hidden_states")
+
 
 def check_servable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Refuse an engine that could not continue correctly from what KVLoft restores.
@@ -70,12 +72,13 @@ def check_servable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> N
         )
     if kv_cache_config.hisparse_host_num_blocks is not None:
         raise GeometryError("HiSparse host pools are not supported; run without KVLoft")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method in _UNKNOWN_DRAFTERS:
+        raise GeometryError(
+            f"speculative method {speculative.method!r}: this version does not know which bytes of "
+            "such a drafter's KV cache are final; use another method, or run without KVLoft"
+        )
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        if group.is_eagle_group:
-            raise GeometryError(
-                f"group {index} belongs to a drafter with its own KV cache (EAGLE, MTP): this "
-                "version can't tell which of its bytes are final; use n-gram speculation or none"
-            )
         for spec in _layer_specs(group):
             if type(spec) not in _KINDS:
                 raise GeometryError(
@@ -88,6 +91,20 @@ def check_servable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> N
                     "states can be stored in mode 'align' only: enable prefix caching "
                     "(enable_prefix_caching=True) and leave mamba_cache_mode alone or at 'align'"
                 )
+
+
+def volatile_tokens(vllm_config: VllmConfig) -> int:
+    """How many tokens at the end of what a request knows may be computed again.
+
+    A drafter with KV of its own (EAGLE, MTP, a draft model) computes a token's from the next token
+    too, module k of several from the k next ones: final is what those were known for. vLLM does
+    not always say which groups are a drafter's, and may join its layers with the target's, so this
+    is a property of the engine and not of a group. 0 without such a drafter.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return 0
+    return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
 def translate(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
@@ -182,5 +199,6 @@ def _translate_group(
         attention_chunk=first.attention_chunk_size if kind == "chunked_local" else 0,
         extra_retained_tokens=first.extra_retained_tokens if kind == "window" else 0,
         cacheable=cacheable and kind != "ring",
+        draft=group.is_eagle_group,
         replicated=all_alike or all(_replicated(spec, ranks) for spec in specs),
     )

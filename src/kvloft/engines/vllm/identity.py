@@ -243,9 +243,9 @@ def weights_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
 def _settings(vllm_config: VllmConfig, doubts: list[str]) -> dict[str, Any]:
     """Settings that change the KV of given tokens, without those at their default.
 
-    Speculation is not among them: a drafter proposes tokens, the target model's KV is its own, and
-    drafters that share the KV cache are refused. Nor are those that only change the order in which
-    the same sums are added up (compilation, batching, CUDA graphs).
+    Speculation is only among them where a drafter has KV of its own, which is stored with the
+    target's. Nor are those that only change the order in which the same sums are added up
+    (compilation, batching, CUDA graphs).
     """
     model = vllm_config.model_config
     settings: dict[str, Any] = {
@@ -257,6 +257,7 @@ def _settings(vllm_config: VllmConfig, doubts: list[str]) -> dict[str, Any]:
         "additional": _additional(vllm_config),
         "lora": _lora(vllm_config, doubts),
         "length": _length_regime(model),
+        "drafter": _drafter(vllm_config, doubts),
     }
     for name, default in (("model_impl", "auto"), ("config_format", "auto")):
         if (value := getattr(model, name)) != default:
@@ -276,6 +277,20 @@ def _settings(vllm_config: VllmConfig, doubts: list[str]) -> dict[str, Any]:
             "pruning_rate": multimodal.video_pruning_rate,
         }
     return {name: value for name, value in settings.items() if value}
+
+
+def _drafter(vllm_config: VllmConfig, doubts: list[str]) -> list[Any]:
+    """The weights of a drafter whose KV lies beside the target's; empty without one."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return []
+    model = speculative.draft_model_config
+    source = str(model.model)
+    found = _weights(_locate(source, model.revision, vllm_config.load_config.download_dir), "auto")
+    if found is None:
+        doubts.append(source)
+        return [speculative.method, source]
+    return [speculative.method, found["weights"]]
 
 
 def _length_regime(model: Any) -> str:

@@ -130,7 +130,8 @@ _SEPARATOR = "\t"
 """Between a name and its labels, which have to be one string for vLLM."""
 
 
-def _labelled(name: str, *labels: str) -> str:
+def labelled(name: str, *labels: str) -> str:
+    """A metric of a family with labels, as a key of :class:`LoftStats`."""
     return _SEPARATOR.join((name, *labels))
 
 
@@ -189,7 +190,7 @@ class WorkerMeter:
         for name, value in (("s", 1), ("_bytes", nbytes), ("_seconds", seconds)):
             data[operation + name] = data.get(operation + name, 0) + value
         for name, value in (("transfer_size_bytes", nbytes), ("transfer_time_seconds", seconds)):
-            seen = data.setdefault(_labelled(name, operation), [])
+            seen = data.setdefault(labelled(name, operation), [])
             if len(seen) < _MOST_OBSERVATIONS:
                 seen.append(value)
 
@@ -244,10 +245,10 @@ class SchedulerMeter:
         yield "promotions_failed", stats.promotions.failed
         yield "promotions_pending", stats.pending_promotions
         for (operation, cause), count in stats.failures.items():
-            yield _labelled("failures", operation, cause), count
+            yield labelled("failures", operation, cause), count
         for chunk_class, (chunks, nbytes) in stats.held.items():
-            yield _labelled("resident_chunks", HOST, chunk_class), chunks
-            yield _labelled("resident_bytes", HOST, chunk_class), nbytes
+            yield labelled("resident_chunks", HOST, chunk_class), chunks
+            yield labelled("resident_bytes", HOST, chunk_class), nbytes
         yield "tier_dropped_chunks", sum(tier.writes.dropped_chunks for tier in stats.tiers)
         for tier in stats.tiers:
             yield from self._tier_values(tier)
@@ -258,17 +259,17 @@ class SchedulerMeter:
             "put_bytes", "get_bytes", "evicted_chunks", "limit_bytes", "used_bytes", "chunks",
             "queued_put_bytes", "queued_gets",
         ):  # fmt: skip
-            yield _labelled(f"tier_{key}", name), getattr(tier, key)
-        yield _labelled("tier_queued_paths", name), lower.queued_paths
-        yield _labelled("tier_faults", name, "broken_contract"), lower.broken_calls
+            yield labelled(f"tier_{key}", name), getattr(tier, key)
+        yield labelled("tier_queued_paths", name), lower.queued_paths
+        yield labelled("tier_faults", name, "broken_contract"), lower.broken_calls
         for family, by_label in (
             ("tier_puts", tier.puts), ("tier_gets", tier.gets), ("tier_faults", tier.faults),
         ):  # fmt: skip
             for label, count in by_label.items():
-                yield _labelled(family, name, label), count
+                yield labelled(family, name, label), count
         for chunk_class, (chunks, nbytes) in tier.held.items():
-            yield _labelled("resident_chunks", name, chunk_class), chunks
-            yield _labelled("resident_bytes", name, chunk_class), nbytes
+            yield labelled("resident_chunks", name, chunk_class), chunks
+            yield labelled("resident_bytes", name, chunk_class), nbytes
 
 
 class PromMetrics(KVConnectorPromMetrics):

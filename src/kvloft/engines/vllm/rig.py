@@ -5,8 +5,8 @@ the ranks' outputs, with both halves of the connector. Only the executor is exch
 model, :class:`Hands` decide what a step leaves in the pages, and look at what they read. So
 hundreds of steps a second can be run, on geometries for which there is no model small enough.
 
-The order of calls on a rank is that of ``KVConnectorModelRunnerMixin``: forward pass, loads, stores,
-results.
+The order of calls on a rank is that of ``KVConnectorModelRunnerMixin``: forward pass, loads,
+stores, results.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class RigGroup:
     reach: int = 0
     """Tokens of the window, or of the local chunk."""
     draft: bool = False
-    """The group belongs to a drafter, and vLLM says so."""
+    """The group belongs to a drafter, which computes a token again once it knows the next one."""
+    annotated: bool = True
+    """Of a drafter's group: whether vLLM says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,11 @@ class RigModel:
     name: str
     groups: tuple[RigGroup, ...]
     ranks: int = 1
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a drafter has KV of its own."""
+        return any(group.draft for group in self.groups)
 
     @property
     def unit(self) -> int:
@@ -127,6 +134,15 @@ RIG_MODELS = {
                 RigGroup("ring", 4, layers=1),
             ),
             ranks=2,
+        ),
+        RigModel(
+            "drafter",
+            (
+                RigGroup("full", 16, layers=2),
+                RigGroup("window", 16, layers=2, reach=20),
+                RigGroup("full", 16, draft=True),
+                RigGroup("window", 16, reach=20, draft=True, annotated=False),
+            ),
         ),
         RigModel(
             "only_windows",
@@ -198,7 +214,9 @@ def kv_cache_config(model: RigModel, num_blocks: int) -> KVCacheConfig:
         if place < len(group)
     ]
     groups = [
-        KVCacheGroupSpec(names[i], _spec(g, page, model.ranks), is_eagle_group=g.draft)
+        KVCacheGroupSpec(
+            names[i], _spec(g, page, model.ranks), is_eagle_group=g.draft and g.annotated
+        )
         for i, g in enumerate(model.groups)
     ]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
@@ -300,6 +318,8 @@ class _Executor(Executor):
 
     def _init_executor(self) -> None:
         self.ranks: list[RigConnector] = []
+        self.seconds = 0.0
+        """Spent on the ranks' side."""
         self._sampled: ModelRunnerOutput | None = None
         self._drafts: DraftTokenIds | None = None
 
@@ -321,6 +341,13 @@ class _Executor(Executor):
         pass
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        began = time.perf_counter()
+        try:
+            return self._execute(scheduler_output, non_block)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _execute(self, scheduler_output: Any, non_block: bool) -> Any:
         self._sampled = None
         sampled, drafts = self.hands.forward(scheduler_output)
         outputs: list[ModelRunnerOutput | None] = []
@@ -458,6 +485,9 @@ class Rig:
         # Ranks without processes; nothing of what vLLM checks for those applies.
         made.parallel_config.tensor_parallel_size = ranks
         made.parallel_config.world_size = ranks
+        if options.model.has_drafter:
+            # Its drafts come from the hands; all else is as with a drafter that has KV of its own.
+            made.speculative_config.method = "eagle"
         if any(group.kind == "state" for group in options.model.groups):
             made.cache_config.mamba_cache_mode = "align"
         return made
@@ -495,15 +525,16 @@ class Rig:
 
     # ---------------------------------------------------------------- running
 
-    def step(self) -> int:
-        """One step of the engine's loop: tokens computed in it."""
-        before = self.computed
+    def step(self) -> None:
+        """One step of the engine's loop."""
+        began, ranks = time.perf_counter(), self.core.model_executor.seconds
         _, executed = self.core.step_fn()
         self.core.post_step(executed)
-        return self.computed - before
+        ranks = self.core.model_executor.seconds - ranks
+        self.scheduler_seconds += time.perf_counter() - began - ranks
 
-    computed = 0
-    """Tokens that steps have computed; the hands count."""
+    scheduler_seconds = 0.0
+    """Spent in steps, but for the ranks' side."""
 
     @property
     def scheduler(self) -> Any:

@@ -12,7 +12,7 @@ import xxhash
 from kvloft.arena import Arena, choose_slab_bytes
 from kvloft.capacity import capacity
 from kvloft.config import Options, parse_options, size_option
-from kvloft.engines.vllm.geometry import check_servable, kv_dtype, translate
+from kvloft.engines.vllm.geometry import check_servable, kv_dtype, translate, volatile_tokens
 from kvloft.engines.vllm.identity import check_hash_seed, hash_seed, identity, unread
 from kvloft.engines.vllm.log import logger, warn
 from kvloft.errors import ArenaError
@@ -41,6 +41,8 @@ class Setup:
     ranks: int
     digest: bytes
     identity: Dict[str, object]
+    volatile_tokens: int
+    """Known tokens at a request's end whose bytes are not final."""
 
     def open_tiers(self, vllm_config: VllmConfig) -> list[LowerTier]:
         """The lower tiers, in order. Raises :class:`kvloft.errors.KVLoftError`; then none is open.
@@ -116,7 +118,10 @@ def set_up_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Se
         digest=digest,
         note=note,
     )
-    return Setup(plan, options, mapping, geometry.tensor_parallel, digest, meaning)
+    return Setup(
+        plan, options, mapping, geometry.tensor_parallel, digest, meaning,
+        volatile_tokens(vllm_config),
+    )  # fmt: skip
 
 
 def set_up_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
@@ -143,7 +148,7 @@ def set_up_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     except BaseException:
         mapping.close()
         raise
-    return Setup(plan, options, mapping, ranks, digest, meaning)
+    return Setup(plan, options, mapping, ranks, digest, meaning, volatile_tokens(vllm_config))
 
 
 def _read_geometry(note: bytes) -> Geometry:

@@ -138,7 +138,7 @@ class WorkerHalf:
         if difference <= MOST_UNLIKE:
             return ""
         logger.error(
-            "KVLoft: job %d on rank %d: a page and its stored copy differ in %.0f %% of their bytes",
+            "KVLoft: comparison %d, rank %d: a page and its copy differ in %.0f %% of their parts",
             job.id, self._rank, 100 * difference,
         )  # fmt: skip
         return "difference"

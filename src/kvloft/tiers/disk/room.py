@@ -260,7 +260,7 @@ class Room:
         if not (slots := self._worth(view, stride, wanted)):
             return False
         try:
-            segment = session.create(stride, slots)
+            segment = session.create(stride, slots, max(view.extents, default=-1))
         except OSError as error:
             if error.errno not in _FULL:
                 raise

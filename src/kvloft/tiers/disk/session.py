@@ -137,19 +137,16 @@ class Session:
         self.tables.write(segment, slot, record)
         self._changes.append((segment.number, slot))
 
-    def create(self, stride: int, slots: int) -> Segment:
-        """Make a segment with a new number."""
+    def create(self, stride: int, slots: int, above: int) -> Segment:
+        """Make a segment with a new number, greater than ``above``."""
         self.begin()
-        while True:
-            segment = Segment(self.position.next_segment, stride, slots)
-            try:
-                self._files.create(segment)
-            except FileExistsError:  # Something strange has its name; it may keep it.
-                self.position = replace(self.position, next_segment=segment.number + 1)
-                continue
-            self.position = replace(self.position, next_segment=segment.number + 1)
-            self._changes.append((segment.number, WHOLE))
-            return segment
+        # What the control file says may be made up, and numbers are never there twice.
+        number = max(self.position.next_segment, above + 1)
+        segment = Segment(number, stride, slots)
+        self._files.create(segment)
+        self.position = replace(self.position, next_segment=number + 1)
+        self._changes.append((number, WHOLE))
+        return segment
 
     def remove(self, segment: Segment) -> None:
         """Remove a segment."""

@@ -1,0 +1,49 @@
+"""Tenants and adapters never get each other's cache: in host memory, and from disk later on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import HERE, engine_environment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+
+def run(name: str, cache: Path, folder: Path) -> Any:
+    """Run one scenario in a process of its own; what it prints."""
+    command = [sys.executable, str(HERE / "isolation_scenarios.py"), name, str(cache), str(folder)]
+    done = subprocess.run(
+        command, env=engine_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode:
+        pytest.fail(f"{name} ended with {done.returncode}:\n{done.stderr[-6000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_salts_keep_tenants_apart(cache: Path, tmp_path: Path) -> None:
+    """The same prompt with another ``cache_salt``, or with none, is another prompt."""
+    result = run("salts", cache, tmp_path)
+    for nobodys in ("first", "memory_other", "disk_other", "disk_unsalted"):
+        assert result[nobodys] == 0, nobodys
+    for own in ("memory_same", "memory_other_again", "disk_same"):
+        assert result[own] > result["prompt"] * 0.8, own
+    assert all(result["agrees"].values()), result["agrees"]
+
+
+def test_adapters_keep_to_themselves(cache: Path, tmp_path: Path) -> None:
+    """Two adapters and the base model: each finds what it has left itself, and nothing else."""
+    result = run("adapters", cache, tmp_path)
+    assert all(result["differ"].values()), "these adapters would not show a mix-up"
+    for name, restored in result["cold"].items():
+        assert restored == 0, name
+    assert result["unknown"] == 0
+    for place in ("memory", "disk"):
+        for name, restored in result[place].items():
+            assert restored > result["prompt"] * 0.8, (place, name)
+    assert all(result["agrees"].values()), result["agrees"]
