@@ -78,6 +78,7 @@ def engine(model: str | Path, **changes: Any) -> Any:
         mamba_config=SimpleNamespace(backend="triton"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         lora_config=None, weight_transfer_config=None, additional_config={},
+        speculative_config=None,
     )  # fmt: skip
     for path, value in changes.items():
         part, _, name = path.partition("__")
@@ -346,6 +347,24 @@ def test_a_configuration_from_elsewhere(model: Path, tmp_path: Path) -> None:
     assert weights(model, model__hf_config_path=str(other)) != weights(model)
     missing = weights(model, model__hf_config_path=str(tmp_path / "none"))
     assert "none" in str(unread(missing))
+
+
+def test_a_drafter_with_kv_of_its_own_counts(tmp_path: Path, model: Path) -> None:
+    def drafting(method: str, path: Path) -> Any:
+        return SimpleNamespace(
+            method=method,
+            uses_draft_kv_cache=lambda: method != "ngram",
+            draft_model_config=SimpleNamespace(model=str(path), revision=None),
+        )
+
+    first, second = make_model(tmp_path / "first"), make_model(tmp_path / "second")
+    (second / "model.safetensors").write_bytes((second / "model.safetensors").read_bytes() + b"x")
+    plain = weights(model)
+    assert weights(model, speculative=drafting("ngram", first)) == plain
+    eagle = weights(model, speculative=drafting("eagle", first))
+    assert eagle != plain
+    assert weights(model, speculative=drafting("eagle", second)) != eagle
+    assert "unread" in weights(model, speculative=drafting("eagle", tmp_path / "nowhere"))
 
 
 def multimodal(**changes: Any) -> Any:

@@ -49,7 +49,7 @@ class ManualTier:
         self._rng = rng
         self._limit = limit
         self._queue = queue
-        self._has_full = has_full
+        self.has_full = has_full
         self._jobs: list[tuple[Chunk, memoryview, Future[Outcome], bool]] = []
 
     @property
@@ -108,7 +108,7 @@ class ManualTier:
     def _write(self, chunk: Chunk, data: memoryview) -> Outcome:
         held, name = self.place.held, (chunk.key, chunk.code)
         above = self.place.parent_name(chunk)
-        if self._has_full and above is not None and above not in held:
+        if self.has_full and above is not None and above not in held:
             return Outcome.REFUSED
         held[name] = (chunk, bytes(data[: chunk.nbytes]))
         self.writes += 1

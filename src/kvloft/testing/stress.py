@@ -42,6 +42,8 @@ from kvloft.lower import LowerTier
 from kvloft.testing import audit
 from kvloft.testing.manual import ManualPlace, ManualTier
 from kvloft.testing.pages import extend_hash
+from kvloft.testing.wrappers import FailingTier, WrapperTier
+from kvloft.tiers.base import Chunk, Outcome, Tier
 from kvloft.transfer import Copier
 
 Words = npt.NDArray[np.uint64]
@@ -73,12 +75,16 @@ class Faults:
     repeated_report: float = 0.1
     tier: float = 0.05
     """A put or get of a lower tier ends as anything but DONE."""
+    tier_hangs: float = 0.0
+    """A put or get of a lower tier never ends; requests then wait for 10 ms at most."""
+    tier_breaks: float = 0.0
+    """A lower tier raises, against its contract."""
     rot: float = 0.02
     """A slot that a store has filled changes later on; only with ``verify: always``, as nothing
     else could notice."""
 
 
-NO_FAULTS = Faults(0, 0, 0, 0, 0, 0, 0)
+NO_FAULTS = Faults(0, 0, 0, 0, 0, 0, 0, 0, 0)
 DEFAULT_FAULTS = Faults()
 
 
@@ -113,6 +119,10 @@ class StressTotals:
     promoted_chunks: int = 0
     rotten_chunks_found: int = 0
     """By loads and by writes to lower tiers."""
+    hung_jobs: int = 0
+    broken_calls: int = 0
+    """In which a lower tier raised."""
+    failed_promotions: int = 0
     load_pauses: int = 0
     canaries: int = 0
     compared_chunks: int = 0
@@ -368,6 +378,25 @@ class _Loader:
                 self.work(0)
 
 
+class _SplitTier(WrapperTier):
+    """Gives some puts and gets to another tier on the same place, in which nobody works."""
+
+    def __init__(self, inner: Tier, apart: Tier, strays: Callable[[], bool]) -> None:
+        super().__init__(inner)
+        self._apart = apart
+        self._strays = strays
+
+    def put(
+        self, chunk: Chunk, data: memoryview, deadline: float | None = None
+    ) -> Future[Outcome] | None:
+        return (self._apart if self._strays() else self.inner).put(chunk, data, deadline)
+
+    def get(
+        self, chunk: Chunk, into: memoryview, deadline: float | None = None
+    ) -> Future[Outcome] | None:
+        return (self._apart if self._strays() else self.inner).get(chunk, into, deadline)
+
+
 class StressHands:
     """What the ranks do: hashes for keys and values, and a look at everything they read."""
 
@@ -385,6 +414,8 @@ class StressHands:
         ]
         self.sequences: dict[str, _Sequence] = {}
         self.lower: list[ManualTier] = []
+        self.hanging: list[ManualTier] = []
+        """Lower tiers' jobs that never end."""
         self._places = places
         self._held_back: list[Reports | None] = [None] * options.model.ranks
         self._loaders: list[_Loader] = []
@@ -431,7 +462,20 @@ class StressHands:
             )
             for place in self._places
         ]  # fmt: skip
-        return [LowerTier(tier, rng.random() < 0.7, _PATIENCE) for tier in self.lower]
+        patience = 0.01 if self.faults.tier_hangs else _PATIENCE
+        out: list[LowerTier] = []
+        for number, manual in enumerate(self.lower):
+            tier: Tier = manual
+            if self.faults.tier_hangs:
+                apart = ManualTier(self._places[number], rng, has_full=manual.has_full)
+                self.hanging.append(apart)
+                tier = _SplitTier(manual, apart, lambda: rng.random() < self.faults.tier_hangs)
+            if self.faults.tier_breaks:
+                tier = FailingTier(
+                    tier, lambda call: rng.random() < self.faults.tier_breaks, "raises"
+                )
+            out.append(LowerTier(tier, rng.random() < 0.7, patience))
+        return out
 
     def allocated(self, tables: Sequence[Sequence[int]], computed: int) -> None:
         for spec, table in zip(self.options.model.groups, tables, strict=True):
@@ -727,6 +771,9 @@ class Stress:
 
     def _look_for_leftovers(self) -> None:
         loft = self.loft
+        for tier in self.hands.hanging:
+            self.totals.hung_jobs += tier.pending
+            tier.close()  # So that the buffers come back.
         for _ in range(10_000):
             if not any(tier.work() for tier in self.hands.lower):
                 break
@@ -751,6 +798,8 @@ class Stress:
             count for (_, cause), count in stats.failures.items() if cause == "checksum"
         )
         totals.load_pauses = stats.load_pauses
+        totals.broken_calls = sum(tier.broken_calls for tier in stats.tiers)
+        totals.failed_promotions = stats.promotions.failed_chunks
         totals.canaries, totals.compared_chunks = stats.canaries, stats.compared_chunks
         if stats.canary_differences:
             raise StressError("a canary has differed")
@@ -772,6 +821,7 @@ def options_for(model: RigModel, rng: random.Random) -> tuple[RigOptions, int]:
         4 if g.kind in ("state", "ring") else -(-longest // g.tokens_per_block) + 2
         for g in model.groups
     )
+    keeps_some = any(g.kind in ("window", "state") for g in model.groups)
     sliding = all(g.kind not in ("chunked_local",) for g in model.groups)
     extra: dict[str, Any] = {
         "cpu_bytes_to_use": rng.choice([1 << 18, 1 << 19, 1 << 20, 1 << 22]),
@@ -792,6 +842,7 @@ def options_for(model: RigModel, rng: random.Random) -> tuple[RigOptions, int]:
         overlap=rng.random() < 0.3,
         # vLLM's own cache takes what a drafter has left at a request's end for final.
         prefix_caching=states or (rng.random() < 0.7 and not model.has_drafter),
+        retention=rng.choice([None, 0, 4 * unit]) if keeps_some else None,
         drafts=3 if model.has_drafter else drafts,
         extra=extra,
     )
@@ -809,17 +860,19 @@ def run_stress(
     tell: Callable[[int], None] = lambda done: None,
     lives: int = 2,
     change: Callable[[RigOptions], RigOptions] = lambda options: options,
+    tiers: int | None = None,
 ) -> StressTotals:
     """Run ``steps`` steps on engines of random size, one after the other.
 
     ``lives``: of them follow upon each other on the same lower tiers. ``tell``: told how many
-    steps are done. ``change``: what is not to be random. Raises :class:`StressError` or
+    steps are done. ``change``, ``tiers``: what is not to be random. Raises :class:`StressError` or
     :class:`kvloft.testing.audit.AuditError`; a note says how to run the same again.
     """
     rng = random.Random(seed)
     totals = StressTotals()
     with tempfile.TemporaryDirectory() as folder:
-        options, tiers = options_for(RIG_MODELS[model], rng)
+        options, random_tiers = options_for(RIG_MODELS[model], rng)
+        tiers = random_tiers if tiers is None else tiers
         options = change(options)
         places = [ManualPlace() for _ in range(tiers)]
         texts: list[tuple[list[int], str | None]] = []

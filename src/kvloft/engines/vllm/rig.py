@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
@@ -198,7 +199,9 @@ def layer_names(model: RigModel) -> list[list[str]]:
     ]
 
 
-def kv_cache_config(model: RigModel, num_blocks: int) -> KVCacheConfig:
+def kv_cache_config(
+    model: RigModel, num_blocks: int, retention: int | None = None
+) -> KVCacheConfig:
     """As vLLM lays a mixed model out: the n-th layers of all groups share one tensor, since no two
     groups ever have the same block."""
     page, names = page_bytes(model), layer_names(model)
@@ -219,7 +222,10 @@ def kv_cache_config(model: RigModel, num_blocks: int) -> KVCacheConfig:
         )
         for i, g in enumerate(model.groups)
     ]
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+    return KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups,
+        prefix_cache_retention_interval=retention,
+    )  # fmt: skip
 
 
 class Hands(Protocol):
@@ -261,6 +267,8 @@ class RigOptions:
     drafts: int = 0
     """Tokens drafted by n-gram speculation in each decoding step."""
     prefix_caching: bool = True
+    retention: int | None = None
+    """Tokens between the windows and states that vLLM's own cache keeps; ``None``: it keeps all."""
     connector: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     """The connector's own options."""
@@ -414,9 +422,14 @@ class _Core(EngineCore):
 
     rig: Rig
 
+    def shutdown(self) -> None:
+        """All that is there: no process group, no device."""
+        self.model_executor.shutdown()
+        self.scheduler.shutdown()
+
     def _initialize_kv_caches(self, vllm_config: VllmConfig) -> KVCacheConfig:
         options = self.rig.options
-        config = kv_cache_config(options.model, options.num_blocks)
+        config = kv_cache_config(options.model, options.num_blocks, options.retention)
         blocks = [g.tokens_per_block for g in options.model.groups if g.kind != "ring"]
         vllm_config.cache_config.num_gpu_blocks = options.num_blocks
         vllm_config.cache_config.block_size = min(blocks)
@@ -447,7 +460,9 @@ class Rig:
         self._numbers = 0
         self.vllm_config = self._configure(folder)
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
-        self.core: Any = _Core(self.vllm_config, _Executor, log_stats=True)
+        # A real core freezes the heap of its process, which is its own; this one belongs to others.
+        with mock.patch("vllm.v1.engine.core.freeze_gc_heap"):
+            self.core: Any = _Core(self.vllm_config, _Executor, log_stats=True)
 
     def _configure(self, folder: Path) -> VllmConfig:
         options, ranks = self.options, self.options.model.ranks
