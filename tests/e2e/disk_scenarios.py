@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -300,6 +301,22 @@ def _slow_call(name: str, seconds: float) -> Callable[[], Callable[[], None]]:
     return install
 
 
+def _hanging_call(name: str) -> Callable[[], None]:
+    """A system call that does not return until it is mended, as on a dead network file system."""
+    real, mended = getattr(os, name), threading.Event()
+
+    def hang(*args: Any, **kwargs: Any) -> Any:
+        mended.wait()
+        return real(*args, **kwargs)
+
+    def mend() -> None:
+        setattr(os, name, real)
+        mended.set()
+
+    setattr(os, name, hang)
+    return mend
+
+
 def _damaged(cache: Path, folder: Path, shape_name: str, kinds: Iterable[str]) -> Result:
     """Damage to a disk that another engine has filled, before the start."""
     shape = SHAPES[shape_name]
@@ -353,14 +370,14 @@ def damaged(cache: Path, folder: Path) -> Result:
 @scenario
 def failing(cache: Path, folder: Path) -> Result:
     """All of :func:`_failing`."""
-    names = ("reads_fail", "writes_fail", "read_only", "full", "slow", "vanished")
+    names = ("reads_fail", "writes_fail", "read_only", "full", "slow", "hangs", "vanished")
     return _failing(cache, folder, names)
 
 
 @scenario
 def failing_most(cache: Path, folder: Path) -> Result:
     """Those that differ most."""
-    return _failing(cache, folder, ("reads_fail", "full", "slow", "vanished"))
+    return _failing(cache, folder, ("reads_fail", "full", "hangs", "vanished"))
 
 
 def _failing(cache: Path, folder: Path, names: Iterable[str]) -> Result:
@@ -380,6 +397,7 @@ def _failing(cache: Path, folder: Path, names: Iterable[str]) -> Result:
         "read_only": (lambda d: _broken_call("pwritev", errno.EROFS)(), PATIENT),
         "full": (lambda d: _broken_call("pwritev", errno.ENOSPC)(), PATIENT),
         "slow": (lambda d: _slow_call("preadv", 1.0)(), 0.2),
+        "hangs": (lambda d: _hanging_call("preadv"), 0.2),
         "vanished": (_vanish, PATIENT),
     }
     out: Result = {}
@@ -396,7 +414,8 @@ def _failing(cache: Path, folder: Path, names: Iterable[str]) -> Result:
         run_pass(llm, name, new, empty_first=True, new_tokens=4)
         flush(llm, 2)
         seconds = time.monotonic() - started
-        mend()
+        if name != "hangs":
+            mend()
         out[name] = {
             "agrees": compare(cold.outputs, done.outputs, shape.tolerance).agrees,
             "restored": done.restored_tokens,
@@ -404,7 +423,10 @@ def _failing(cache: Path, folder: Path, names: Iterable[str]) -> Result:
             "log": dict(log.causes),
             **tier_stats(llm),
         }
+        started = time.monotonic()
         close_engine(llm)
+        out[name]["seconds_to_end"] = time.monotonic() - started
+        mend()
         shutil.rmtree(disk, ignore_errors=True)
     return out
 
