@@ -30,7 +30,7 @@ format: $(READY) ## Fix what ruff can fix
 	$(BIN)/ruff format
 
 test: lint ## Lint, then all tests but the slow ones
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
 	@echo "Not run: the slow tests. To run them: $(BIN)/pytest -m slow"
 
 bench: $(READY) ## Measure copies, lookups, the disk and engine throughput; JSON in bench/results/

@@ -26,10 +26,18 @@ def cache() -> Path:
 
 
 def engine_environment(**more: str) -> dict[str, str]:
-    """The trial's environment over this process's."""
+    """The trial's environment over this process's.
+
+    Where tests run side by side, each has a core of its own: the engine's threads wait for each
+    other busily, and two engines on all cores take several times as long as one after the other.
+    """
     from kvloft.engines.vllm.trial import environment
 
-    return {**os.environ, **environment(), **more}
+    core = {}
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        cores = sorted(os.sched_getaffinity(0))
+        core["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[int(worker[2:]) % len(cores)])
+    return {**os.environ, **environment(), **core, **more}
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from typing import Any
 from kvloft.engines.vllm.compare import compare
 from kvloft.engines.vllm.models import SHAPES, checkpoint
 from kvloft.engines.vllm.trial import (
-    Pass,
     close_engine,
     leave_answers,
     make_engine,
@@ -152,38 +151,48 @@ def until_told(cache: Path, folder: Path) -> Result:
     return out
 
 
+def _restored_in_a_life(cache: Path, folder: Path, model: Path, **extra: Any) -> int:
+    """Tokens that one engine restores of three prompts."""
+    shape = SHAPES["uniform"]
+    connector = with_disk(folder / "disk", wait=PATIENT)
+    options = {**connector["kv_connector_extra_config"], **extra}
+    llm = make_engine(
+        shape, cache, {**connector, "kv_connector_extra_config": options}, model=str(model)
+    )
+    done = run_pass(llm, "life", shape_prompts(llm)[:3])
+    close_engine(llm)
+    return done.restored_tokens
+
+
 @scenario
 def other_weights(cache: Path, folder: Path) -> Result:
     """New weights under the old path miss; the same ones under a new path hit."""
     import safetensors.torch
 
-    shape = SHAPES["uniform"]
     model = folder / "model"
-    shutil.copytree(checkpoint(shape, cache), model)
-    connector = with_disk(folder / "disk", wait=PATIENT)
-
-    def life(path: Path, **extra: Any) -> Pass:
-        options = {**connector["kv_connector_extra_config"], **extra}
-        llm = make_engine(
-            shape, cache, {**connector, "kv_connector_extra_config": options}, model=str(path)
-        )
-        done = run_pass(llm, "life", shape_prompts(llm)[:3])
-        close_engine(llm)
-        return done
-
-    out = {"first": life(model).restored_tokens}
+    shutil.copytree(checkpoint(SHAPES["uniform"], cache), model)
+    out = {"first": _restored_in_a_life(cache, folder, model)}
     moved = model.rename(folder / "moved")
-    out["moved"] = life(moved).restored_tokens
+    out["moved"] = _restored_in_a_life(cache, folder, moved)
     file = next(moved.glob("*.safetensors"))
     tensors = safetensors.torch.load_file(file)
     name = max(tensors, key=lambda n: tensors[n].numel() * ("mlp" in n))
     tensors[name] = tensors[name] * 1.01
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    out["new_weights"] = life(moved).restored_tokens
-    out["new_weights_again"] = life(moved).restored_tokens
-    out["namespace"] = life(moved, namespace="mine").restored_tokens
-    out["namespace_again"] = life(moved, namespace="mine").restored_tokens
+    out["new_weights"] = _restored_in_a_life(cache, folder, moved)
     return out
+
+
+@scenario
+def namespaces(cache: Path, folder: Path) -> Result:
+    """A name that the user vouches for."""
+    model = checkpoint(SHAPES["uniform"], cache)
+    return {
+        step: _restored_in_a_life(cache, folder, model, namespace=name)
+        for step, name in (
+            ("first", "mine"), ("again", "mine"), ("other", "another"), ("other_again", "another"),
+        )
+    }  # fmt: skip
 
 
 @scenario

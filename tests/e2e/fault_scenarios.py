@@ -257,7 +257,7 @@ def _canaries(cache: Path, names: tuple[str, ...]) -> Result:
     for name in names:
         shape = SHAPES[name]
         llm = make_engine(shape, cache, options(canary=1.0))
-        prompts = shape_prompts(llm)
+        prompts = shape_prompts(llm)[:6]
         cold = run_pass(llm, "cold", prompts, cold=True, new_tokens=NEW_TOKENS)
         sound = run_pass(llm, "sound", prompts, empty_first=True, new_tokens=NEW_TOKENS)
         first, memory = loft_of(llm).stats(), arena_memory(llm)

@@ -117,9 +117,19 @@ def lengths(cache: Path) -> Result:
 
 @scenario
 def corrupted(cache: Path) -> Result:
-    """The comparison notices wrong bytes, for each kind of group: what all other tests rest on."""
+    """The comparison notices wrong bytes: what all other tests rest on."""
+    return _corrupted(cache, ("gemma4", "qwen3next"))
+
+
+@scenario
+def corrupted_all(cache: Path) -> Result:
+    """The same for each kind of group."""
+    return _corrupted(cache, ("uniform", "gemma4", "qwen3next", "oddwindow"))
+
+
+def _corrupted(cache: Path, names: tuple[str, ...]) -> Result:
     out = {}
-    for name in ("uniform", "gemma4", "qwen3next", "oddwindow"):
+    for name in names:
         shape = SHAPES[name]
         llm = make_engine(shape, cache)
         prompts = shape_prompts(llm)[:4]
@@ -139,6 +149,17 @@ def corrupted(cache: Path) -> Result:
 
 @scenario
 def restored_bytes(cache: Path) -> Result:
+    """Windows and full attention."""
+    return _restored_bytes(cache, ("gemma4",))
+
+
+@scenario
+def restored_bytes_all(cache: Path) -> Result:
+    """States and local chunks as well."""
+    return _restored_bytes(cache, ("gemma4", "qwen3next", "llama4"))
+
+
+def _restored_bytes(cache: Path, names: tuple[str, ...]) -> Result:
     """Every page that is restored holds, byte for byte, what it held when it was stored.
 
     Read through torch's own indexing, not through the code under test.
@@ -148,7 +169,7 @@ def restored_bytes(cache: Path) -> Result:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     out = {}
-    for name in ("gemma4", "qwen3next", "llama4"):
+    for name in names:
         llm = make_engine(SHAPES[name], cache)
         worker = get_kv_transfer_group().worker
         tensors = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -210,9 +231,20 @@ class _Watched:
 
 @scenario
 def small_budget(cache: Path) -> Result:
+    """Windows."""
+    return _small_budget(cache, {"gemma4": "6MiB"})
+
+
+@scenario
+def small_budget_states(cache: Path) -> Result:
+    """States."""
+    return _small_budget(cache, {"qwen3next": "4MiB"})
+
+
+def _small_budget(cache: Path, budgets: dict[str, str]) -> Result:
     """Far more conversations than fit: evictions all the time, right answers, within the budget."""
     out = {}
-    for name, budget in (("gemma4", "6MiB"), ("qwen3next", "4MiB")):
+    for name, budget in budgets.items():
         shape = SHAPES[name]
         llm = make_engine(shape, cache, options(cpu_bytes_to_use=budget))
         prompts = shape_prompts(llm)[:7]

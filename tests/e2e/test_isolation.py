@@ -36,6 +36,7 @@ def test_salts_keep_tenants_apart(cache: Path, tmp_path: Path) -> None:
     assert all(result["agrees"].values()), result["agrees"]
 
 
+@pytest.mark.slow
 def test_adapters_keep_to_themselves(cache: Path, tmp_path: Path) -> None:
     """Two adapters and the base model: each finds what it has left itself, and nothing else."""
     result = run("adapters", cache, tmp_path)
