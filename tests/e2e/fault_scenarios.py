@@ -103,7 +103,7 @@ def _slot_corrupt(llm: Any, worker: Any) -> Undo:
 
 
 def _report_late(llm: Any, worker: Any) -> Undo:
-    real, held, calls = worker.reports, [], [0]
+    real, held, calls = worker.reports, list[Any](), [0]
 
     def late() -> Any:
         if (reports := real()) is not None:
@@ -119,7 +119,7 @@ def _report_late(llm: Any, worker: Any) -> Undo:
 
 
 def _report_repeated(llm: Any, worker: Any) -> Undo:
-    real, before = worker.reports, []
+    real, before = worker.reports, list[Any]()
 
     def repeated() -> Any:
         reports = real()

@@ -51,7 +51,7 @@ TOLD = {"load_fails": "copy", "slot_corrupt": "checksum", "blocks_wrong": "block
 @pytest.mark.parametrize(
     "name",
     [
-        "host_full",
+        pytest.param("host_full", marks=pytest.mark.slow),
         "host_windows",
         "host_states",
         pytest.param("host_local", marks=pytest.mark.slow),
