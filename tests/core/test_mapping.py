@@ -192,6 +192,21 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+def test_what_somebody_else_has_made_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "kvloft-test")
+    with pytest.raises(ArenaError, match="somebody else"):
+        attach(tmp_path, MIB)
+
+
+def test_a_mapping_is_private_whatever_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "kvloft-test"
+    path.touch(0o666)
+    path.chmod(0o666)
+    there = attach(tmp_path, MIB)
+    assert os.fstat(there._fd).st_mode & 0o777 == 0o600
+    there.close()
+
+
 def test_a_shared_memory_that_is_too_small_is_refused(small_tmpfs: Path) -> None:
     with pytest.raises(ArenaError, match=r"1\.00 MiB free.*asks for 2\.00 MiB.*--shm-size"):
         attach(small_tmpfs, 2 * MIB)

@@ -17,6 +17,7 @@ from kvloft.config import resolve_chunk
 from kvloft.geometry import Geometry, Group, Layers, make_geometry
 from kvloft.jobs import Copy, Job, Part
 from kvloft.plan import ChunkPlan
+from kvloft.seals import Seals, seal_bytes
 from kvloft.transfer import CpuCopier
 from kvloft.units import format_size
 
@@ -69,7 +70,9 @@ def _measure(case: _Case, total: int, rounds: int) -> Result:
     moved = chunks * layout.nbytes
 
     pool = _memory(case.layers * blocks * stride, mmap.MAP_PRIVATE)
-    arena = _memory(chunks * layout.slot_bytes, mmap.MAP_SHARED)
+    arena_bytes = chunks * layout.slot_bytes
+    memory = _memory(arena_bytes + seal_bytes(plan, arena_bytes), mmap.MAP_SHARED)
+    arena, seals = memory[:arena_bytes], Seals(plan, memory, arena_bytes)
     views = [
         layer.reshape(blocks, stride)[:, : case.page_bytes] for layer in np.split(pool, case.layers)
     ]
@@ -81,15 +84,31 @@ def _measure(case: _Case, total: int, rounds: int) -> Result:
         for job in jobs:
             (copier.store if copy == "store" else copier.load)(job)
 
+    def verified(copy: object) -> None:
+        """As a rank does it with ``verify: always``."""
+        for job in jobs:
+            if copy == "store":
+                copier.store(job)
+                for made in job.copies:
+                    seals.seal(made.offset, layout, 0)
+            else:
+                if not all(seals.intact(made.offset, layout, 0) for made in job.copies):
+                    raise RuntimeError("a slot has changed by itself")
+                copier.load(job)
+
     seconds = take_turns(
         {
             "memcpy in": lambda: np.copyto(arena[:moved], pool[:moved]),
             "store": lambda: each("store"),
+            "verified store": lambda: verified("store"),
             "memcpy out": lambda: np.copyto(pool[:moved], arena[:moved]),
             "load": lambda: each("load"),
         },
         rounds,
     )
+    # By themselves: a copy into the arena from anywhere else breaks the seals.
+    verified("store")
+    loads = take_turns({"load": lambda: each("load"), "verified": lambda: verified("load")}, rounds)
     return {
         "page_bytes": case.page_bytes,
         "layers": case.layers,
@@ -99,6 +118,8 @@ def _measure(case: _Case, total: int, rounds: int) -> Result:
         "memcpy_gb_per_s": round(moved / statistics.median(seconds["memcpy in"]) / 1e9, 2),
         "store": round(speed_ratio(seconds["store"], seconds["memcpy in"]), 3),
         "load": round(speed_ratio(seconds["load"], seconds["memcpy out"]), 3),
+        "verified_store": round(speed_ratio(seconds["verified store"], seconds["store"]), 3),
+        "verified_load": round(speed_ratio(loads["verified"], loads["load"]), 3),
     }
 
 
@@ -146,10 +167,11 @@ def _jobs(
 
 def lines(result: Result) -> Iterator[str]:
     """The result for a person."""
-    yield "Copies as a share of the speed of memcpy on the same bytes (1.00 is as fast)"
+    yield "Copies as a share of the speed of memcpy on the same bytes (1.00 is as fast);"
+    yield "verified ones (verify: always) as a share of the speed of those that are not"
     yield ""
     yield from table(
-        ["pages", "block ids", "stride", "memcpy GB/s", "store", "load"],
+        ["pages", "block ids", "stride", "memcpy GB/s", "store", "load", "verified: store", "load"],
         [
             [
                 format_size(case["page_bytes"]),
@@ -158,6 +180,8 @@ def lines(result: Result) -> Iterator[str]:
                 f"{case['memcpy_gb_per_s']:.1f}",
                 f"{case['store']:.2f}",
                 f"{case['load']:.2f}",
+                f"{case['verified_store']:.2f}",
+                f"{case['verified_load']:.2f}",
             ]
             for case in result["cases"]
         ],
