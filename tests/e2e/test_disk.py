@@ -139,6 +139,7 @@ def test_a_namespace_stands_for_the_weights(cache: Path, tmp_path: Path) -> None
     assert result["other_again"] > 0
 
 
+@pytest.mark.slow
 def test_a_reset_hides_what_is_on_disk_until_the_next_start(cache: Path, tmp_path: Path) -> None:
     result = run("resets", cache, tmp_path)
     assert result["after_reset"] == 0

@@ -25,14 +25,14 @@ def at_rest(result: dict[str, Any]) -> bool:
     return not any(result[key] for key in keys)
 
 
-LIKE_GEMMA4 = ("gptoss", "oddwindow")
-"""Shapes with windows as well; their tests are slow ones."""
+QUICK = ("gemma4", "llama4")
+"""Shapes whose tests are not slow ones; other tests restore on ``uniform`` and ``qwen3next``."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_GEMMA4 else [])
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
         for name in sorted(SHAPES)
     ],
 )
@@ -89,6 +89,7 @@ def test_eviction_under_a_small_budget(name: str, run_scenario: Run) -> None:
         assert at_rest(row), shape
 
 
+@pytest.mark.slow
 def test_preemption_under_memory_pressure(run_scenario: Run) -> None:
     result = run_scenario("preemption")
     assert result["preemptions"] > 0
@@ -105,6 +106,7 @@ def test_aborts_at_every_stage(run_scenario: Run) -> None:
     assert at_rest(result), result
 
 
+@pytest.mark.slow
 def test_resets(run_scenario: Run) -> None:
     result = run_scenario("resets")
     assert result["kept"]
@@ -124,9 +126,8 @@ def test_ngram_speculation(run_scenario: Run) -> None:
     assert at_rest(result), result
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("two_ranks", marks=pytest.mark.slow), "two_ranks_states"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two_ranks", "two_ranks_states"])
 def test_tensor_parallel(name: str, run_scenario: Run) -> None:
     result = run_scenario(name, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert result["agrees"]

@@ -140,7 +140,7 @@ class Server:
 def server(cache: Path, tmp_path: Path) -> Iterator[Server]:
     from kvloft.engines.vllm.models import SHAPES, checkpoint
 
-    server = Server(checkpoint(SHAPES["gemma4"], cache), tmp_path / "disk", tmp_path / "log")
+    server = Server(checkpoint(SHAPES["qwen3next"], cache), tmp_path / "disk", tmp_path / "log")
     try:
         server.wait()
         yield server
@@ -180,10 +180,10 @@ def test_a_server(server: Server) -> None:
             assert set(labels) == {"model_name", "engine", *metric.labels, *extra}, name
     disk = f"disk:{server.disk}"
     assert total(samples["vllm:kvloft_hits_total"]) >= 3
-    assert total(samples["vllm:kvloft_restored_tokens_total"]) >= 3 * 512
+    assert total(samples["vllm:kvloft_restored_tokens_total"]) >= 3 * 640
     assert total(samples["vllm:kvloft_load_bytes_total"]) > 0
     for tier in ("host", disk):
-        for chunk_class in ("full", "window"):
+        for chunk_class in ("full", "state"):
             for name in ("vllm:kvloft_resident_chunks", "vllm:kvloft_resident_bytes"):
                 assert total(samples[name], tier=tier, chunk_class=chunk_class) > 0, (name, tier)
     for operation in ("load", "store"):
