@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.engines.test_stress import MODELS, ONE_FAULT
+from kvloft.testing.stress import MODELS
+from tests.engines.test_stress import ONE_FAULT
 
 ROOT = Path(__file__).parents[1]
 RESILIENCE = (ROOT / "docs" / "resilience.md").read_text(encoding="utf-8")

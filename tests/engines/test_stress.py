@@ -329,4 +329,6 @@ def test_a_defect_never_ends_or_garbles_the_engine(
     assert run.rig.reset(running=False, connector=True)
     free, blocks = run.rig.free_blocks()
     assert free == blocks
+    monkeypatch.setattr(run.loft, "close", broken)
     run.rig.close()
+    assert not list(Path("/dev/shm").glob(connector.scheduler._mapping._path.name))

@@ -257,5 +257,9 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """End what lower tiers do and let go of the mapping. Idempotent."""
-        self.loft.close()
-        self._mapping.close()
+        try:
+            self.loft.close()
+        except Exception:
+            logger.exception("KVLoft: lower tiers could not be closed")
+        finally:
+            self._mapping.close()
