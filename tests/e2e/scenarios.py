@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -429,7 +430,9 @@ def mla(cache: Path) -> Result:
 
     path = cache / "mla-test"
     if not path.exists():
-        _make_mla(path)
+        draft = Path(tempfile.mkdtemp(prefix=".mla-", dir=cache))
+        _make_mla(draft)
+        draft.rename(path)  # Whole or not at all, whoever is killed meanwhile.
     try:
         LLM(model=str(path), enforce_eager=True, max_model_len=1024, kv_transfer_config=options())
     except Exception as error:
