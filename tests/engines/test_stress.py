@@ -317,7 +317,6 @@ def test_a_defect_never_ends_or_garbles_the_engine(
     for _ in range(20):
         run.submit()
     connector = run.rig.connector
-    assert connector is not None
     for _ in range(3000):
         if run.rig.idle and connector.scheduler.defect is not None:
             break

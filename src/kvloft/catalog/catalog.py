@@ -690,27 +690,26 @@ class Catalog:
         """
         self._abandon_all()
         tree = self.tree
-        below = self._subtree(top)
-        for node in reversed(below):
+        for node in reversed(self._subtree(top)):
             if tree.pins[node] or tree.has_children(node):
                 tree.unindex(node)
                 tree.state[node] = DOOMED
                 self.policy.remove(2 * node)
                 self.policy.remove(2 * node + 1)
             else:
-                self._revive(self._drop_node(node))
+                parent = self._drop_node(node)
+                if node == top:
+                    self._revive(parent)
 
     def _subtree(self, top: int) -> list[int]:
         """``top``, unless it is the root, and all nodes below it, parents first."""
         tree = self.tree
-        found = [top] if top != ROOT and tree.state[top] != FREE else []
-        at = 0
-        if top == ROOT:
-            found.extend(tree.children(ROOT))
-        while at < len(found):
-            found.extend(tree.children(found[at]))
-            at += 1
-        return found
+        if tree.state[top] == FREE:
+            return []
+        found = [top]
+        for node in found:  # Which grows meanwhile.
+            found.extend(tree.children(node))
+        return found[1:] if top == ROOT else found
 
     def holder_of(self, node: int, slot: int) -> int:
         """The node on the path to ``node`` that a slot of a resume at ``node`` belongs to;

@@ -39,8 +39,6 @@ class WriteCounters:
     dropped_chunks: int = 0
     """Not written because a queue was full; a dropped path counts as one."""
     failed_chunks: int = 0
-    rotten_chunks: int = 0
-    """Written, and removed again since their slot had changed before."""
 
 
 class Writer:
@@ -121,7 +119,6 @@ class Writer:
             self._shelf.writing.discard((chunk.key, chunk.code))
             if not intact:
                 # Written with a checksum that says all is well: the tier could never find out.
-                self.counters.rotten_chunks += 1
                 self._shelf.outcome(future)
                 self._shelf.delete([chunk])
                 self._rotten(node, slot)

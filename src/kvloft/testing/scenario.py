@@ -11,7 +11,7 @@ from kvloft.testing.engine import RUNNING, Engine, EngineError, Request, Totals
 from kvloft.testing.manual import ManualPlace, ManualTier
 from kvloft.testing.pages import PAGES_LAYOUTS
 
-_VOCABULARY = 50
+VOCABULARY = 50
 
 
 def longest_prompt(plan: ChunkPlan) -> int:
@@ -67,6 +67,24 @@ def make_engine(
     )
 
 
+def vary(text: list[int], rng: random.Random, size: int, longest: int) -> list[int]:
+    """A known text as it is, its beginning, or its continuation; something new without one.
+
+    At least 1 and at most ``longest`` tokens. ``size``: at its multiples something happens.
+    """
+    text = list(text)
+    if text:
+        cut = rng.random()
+        if cut < 0.3:
+            text = text[: rng.randrange(len(text)) + 1]
+        elif cut < 0.5:
+            text = text[: len(text) // size * size]
+    if not text or rng.random() < 0.6:
+        more = rng.choice([1, size - 1, size, size + 1, longest // 3, rng.randrange(longest)])
+        text += [rng.randrange(VOCABULARY) for _ in range(more)]
+    return text[:longest] or [0]
+
+
 class Scenario:
     """Users who talk to one engine, about things that others have asked before."""
 
@@ -112,16 +130,8 @@ class Scenario:
         rng, size, longest = self._rng, self._size, self._longest - 1
         text: list[int] = []
         if self.texts and rng.random() < 0.85:
-            text = list(rng.choice(self.texts))
-            cut = rng.random()
-            if cut < 0.3:
-                text = text[: rng.randrange(len(text)) + 1]
-            elif cut < 0.5:
-                text = text[: len(text) // size * size]
-        if not text or rng.random() < 0.6:
-            more = rng.choice([1, size - 1, size, size + 1, longest // 3, rng.randrange(longest)])
-            text += [rng.randrange(_VOCABULARY) for _ in range(more)]
-        text = text[:longest] or [0]
+            text = rng.choice(self.texts)
+        text = vary(text, rng, size, longest)
         generate = rng.choice([0, 1, 2, rng.randrange(size + 2)])
         request = self.engine.submit(text, min(generate, longest + 1 - len(text)))
         # The request's own list: what is generated becomes part of the conversation.

@@ -38,10 +38,12 @@ from kvloft.engines.vllm.rig import (
 )
 from kvloft.engines.vllm.setup import Setup
 from kvloft.jobs import Job
+from kvloft.loft import Loft
 from kvloft.lower import LowerTier
 from kvloft.testing import audit
 from kvloft.testing.manual import ManualPlace, ManualTier
 from kvloft.testing.pages import extend_hash
+from kvloft.testing.scenario import VOCABULARY, vary
 from kvloft.testing.wrappers import FailingTier, WrapperTier
 from kvloft.tiers.base import Chunk, Outcome, Tier
 from kvloft.transfer import Copier
@@ -51,7 +53,6 @@ Words = npt.NDArray[np.uint64]
 MODELS = tuple(RIG_MODELS)
 """Names that :func:`run_stress` takes."""
 POISON = 0xA7
-VOCABULARY = 50
 _SALTS = (None, None, None, "one tenant", "another one")
 _PATIENCE = 1e9
 """Seconds that requests wait for lower tiers, whose time is the driver's."""
@@ -252,7 +253,7 @@ class _Group:
 class _Rank:
     """The memory of one rank."""
 
-    def __init__(self, model: RigModel, num_blocks: int, rank: int, rng: random.Random) -> None:
+    def __init__(self, model: RigModel, num_blocks: int, rank: int) -> None:
         self._names = layer_names(model)
         self._page = page_bytes(model)
         places = max(map(len, self._names))
@@ -409,8 +410,7 @@ class StressHands:
         self.faults = faults
         self.totals = totals
         self.ranks = [
-            _Rank(options.model, options.num_blocks, rank, rng)
-            for rank in range(options.model.ranks)
+            _Rank(options.model, options.num_blocks, rank) for rank in range(options.model.ranks)
         ]
         self.sequences: dict[str, _Sequence] = {}
         self.lower: list[ManualTier] = []
@@ -641,14 +641,10 @@ class Stress:
         self.texts = texts if texts is not None else []
         self._options = options
         self._connector = self.rig.connector
-        if self._connector is not None:
-            self._connector.calls = []
 
     @property
-    def loft(self) -> Any:
+    def loft(self) -> Loft:
         """The loft under test."""
-        if self._connector is None:
-            raise RuntimeError("this engine runs without the connector")
         return self._connector.scheduler.loft
 
     # ---------------------------------------------------------------- what users do
@@ -661,18 +657,9 @@ class Stress:
         salt = rng.choice(_SALTS)
         if self.texts and rng.random() < 0.85:
             text, first_salt = rng.choice(self.texts)
-            text = list(text)
             if rng.random() < 0.9:
                 salt = first_salt
-            cut = rng.random()
-            if cut < 0.3:
-                text = text[: rng.randrange(len(text)) + 1]
-            elif cut < 0.5:
-                text = text[: len(text) // unit * unit]
-        if not text or rng.random() < 0.6:
-            more = rng.choice([1, unit - 1, unit, unit + 1, longest // 3, rng.randrange(longest)])
-            text += [rng.randrange(VOCABULARY) for _ in range(more)]
-        text = text[:longest] or [0]
+        text = vary(text, rng, unit, longest)
         generate = rng.choice([1, 2, 5, rng.randrange(1, 2 * unit), 3 * unit])
         generate = min(generate, options.max_model_len - len(text))
         name = self.rig.submit(text, generate, salt=salt, priority=rng.randrange(3))
@@ -702,7 +689,7 @@ class Stress:
             self.totals.aborted += len(names)
         chance = rng.random()
         if chance < 0.002:
-            connector = rng.random() < 0.5 and self._connector is not None
+            connector = rng.random() < 0.5
             rig.reset(running=rng.random() < 0.3, connector=connector)
             self.totals.engine_resets += 1
             self.totals.connector_resets += connector
@@ -719,12 +706,11 @@ class Stress:
             self.totals.steps += 1
         else:
             self.totals.idle_steps += 1
-        if self._connector is not None and (defect := self._connector.scheduler.defect):
+        if defect := self._connector.scheduler.defect:
             raise StressError("a defect, which the engine has been spared") from defect
-        if self._connector is not None and self._connector.calls:
-            calls, self._connector.calls = self._connector.calls, []
-            self.totals.connector_seconds += sum(calls)
-            self.totals.slowest_call = max(self.totals.slowest_call, *calls)
+        calls, self._connector.calls = self._connector.calls, []
+        self.totals.connector_seconds += sum(calls)
+        self.totals.slowest_call = max([self.totals.slowest_call, *calls])
 
     def audit(self) -> None:
         """Compare the loft's books with each other."""
@@ -739,7 +725,7 @@ class Stress:
         before = self.totals.seconds
         while self.totals.steps < steps:
             self.act()
-            if self._connector is not None and self.rng.random() < 0.002:
+            if self.rng.random() < 0.002:
                 self.audit()
             if self.totals.steps - told >= 500:
                 told = self.totals.steps
@@ -751,9 +737,8 @@ class Stress:
         """Let everything end, look for what is left over, and close the engine."""
         try:
             self._drain()
-            if self._connector is not None:
-                self._look_for_leftovers()
-                self._count()
+            self._look_for_leftovers()
+            self._count()
         finally:
             self.rig.close()
         self.totals.scheduler_seconds = self.rig.scheduler_seconds
@@ -766,7 +751,7 @@ class Stress:
             self._step()
         raise StressError(
             f"the engine does not come to rest: {self.rig.unfinished} unfinished, "
-            f"{self.loft.pending if self._connector else 0} jobs pending"
+            f"{self.loft.pending} jobs pending"
         )
 
     def _look_for_leftovers(self) -> None:

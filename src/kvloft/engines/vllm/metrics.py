@@ -215,13 +215,13 @@ class SchedulerMeter:
         if self._loft.version == self._version:
             return None
         self._version = self._loft.version
-        now = dict(self._values())
-        data = {
-            key: value if _kind(key) == "gauge" else value - self._last.get(key, 0)
-            for key, value in now.items()
-            if _kind(key) == "gauge" or value != self._last.get(key, 0)
-        }
-        self._last = now
+        data: dict[str, float] = {}
+        for key, value in self._values():
+            if _kind(key) == "gauge":
+                data[key] = value
+            elif change := value - self._last.get(key, 0):
+                data[key] = change
+                self._last[key] = value
         return LoftStats(data)
 
     def _values(self) -> Iterator[tuple[str, float]]:

@@ -42,7 +42,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import RequestStatus
 
 from kvloft.engines.vllm.connector import KVLoftConnector
 from kvloft.engines.vllm.messages import Reports
@@ -269,7 +268,6 @@ class RigOptions:
     prefix_caching: bool = True
     retention: int | None = None
     """Tokens between the windows and states that vLLM's own cache keeps; ``None``: it keeps all."""
-    connector: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     """The connector's own options."""
 
@@ -279,8 +277,12 @@ class RigConnector(KVLoftConnector):
 
     hands: Hands
     """Set before an engine is made; one rig at a time in a process."""
-    calls: list[float] | None = None
-    """Seconds of each scheduler-side call of a step, added up; ``None``: not measured."""
+    calls: list[float]
+    """Seconds of the latest scheduler-side calls."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.calls = []
 
     def _open_tiers(self, setup: Setup, vllm_config: VllmConfig) -> list[LowerTier]:
         return self.hands.tiers(setup)
@@ -309,8 +311,6 @@ class RigConnector(KVLoftConnector):
         return self._timed(super().request_finished_all_groups, request, block_ids)
 
     def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        if self.calls is None:
-            return call(*arguments)
         start = time.perf_counter()
         try:
             return call(*arguments)
@@ -322,7 +322,6 @@ class _Executor(Executor):
     """One rank after the other in this thread."""
 
     hands: Hands
-    make_ranks: Callable[[VllmConfig], list[RigConnector]]
 
     def _init_executor(self) -> None:
         self.ranks: list[RigConnector] = []
@@ -331,9 +330,7 @@ class _Executor(Executor):
         self._sampled: ModelRunnerOutput | None = None
         self._drafts: DraftTokenIds | None = None
 
-    def start_ranks(self, config: KVCacheConfig | None) -> None:
-        if config is None:
-            return
+    def start_ranks(self, config: KVCacheConfig) -> None:
         for rank in range(self.parallel_config.tensor_parallel_size):
             self.parallel_config.rank = rank
             connector = RigConnector(self.vllm_config, _role("WORKER"), config)
@@ -360,14 +357,13 @@ class _Executor(Executor):
         sampled, drafts = self.hands.forward(scheduler_output)
         outputs: list[ModelRunnerOutput | None] = []
         ids = list(scheduler_output.num_scheduled_tokens)
-        for rank, connector in enumerate(self.ranks or [None]):
+        for rank, connector in enumerate(self.ranks):
             output = ModelRunnerOutput(
                 req_ids=ids,
                 req_id_to_index={name: index for index, name in enumerate(ids)},
                 sampled_token_ids=[sampled.get(name, []) for name in ids],
             )
-            if connector is not None:
-                output.kv_connector_output = self._transfer(rank, connector, scheduler_output)
+            output.kv_connector_output = self._transfer(rank, connector, scheduler_output)
             outputs.append(output)
         self._drafts = DraftTokenIds(list(drafts), list(drafts.values()))
         result = outputs[0]
@@ -376,19 +372,11 @@ class _Executor(Executor):
         if ids:
             # As a model runner does: sampling is a call of its own.
             self._sampled, result = result, None
-        if not non_block:
-            return result
-        future: Future[ModelRunnerOutput | None] = Future()
-        future.set_result(result)
-        return future
+        return _answer(result, non_block)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         result, self._sampled = self._sampled, None
-        if not non_block:
-            return result
-        future: Future[ModelRunnerOutput | None] = Future()
-        future.set_result(result)
-        return future
+        return _answer(result, non_block)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self._drafts
@@ -417,6 +405,15 @@ class _Executor(Executor):
         self.ranks.clear()
 
 
+def _answer(result: ModelRunnerOutput | None, non_block: bool) -> Any:
+    """``result``, as a future that is done if vLLM wants one."""
+    if not non_block:
+        return result
+    future: Future[ModelRunnerOutput | None] = Future()
+    future.set_result(result)
+    return future
+
+
 class _Core(EngineCore):
     """The engine core on a given cache instead of one derived from a model's layers."""
 
@@ -437,7 +434,7 @@ class _Core(EngineCore):
         executor = self.model_executor
         if not isinstance(executor, _Executor):
             raise TypeError(f"the rig's executor is a {type(executor).__name__}")
-        executor.start_ranks(config if options.connector else None)
+        executor.start_ranks(config)
         return config
 
 
@@ -474,15 +471,13 @@ class Rig:
         }  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-        transfer = None
-        if options.connector:
-            transfer = KVTransferConfig(
-                kv_connector="RigConnector",
-                kv_connector_module_path=__name__,
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config=dict(options.extra),
-            )
+        transfer = KVTransferConfig(
+            kv_connector="RigConnector",
+            kv_connector_module_path=__name__,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=dict(options.extra),
+        )
         arguments = EngineArgs(
             model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
             max_model_len=options.max_model_len, max_num_batched_tokens=options.step_tokens,
@@ -557,9 +552,9 @@ class Rig:
         return self.core.scheduler
 
     @property
-    def connector(self) -> RigConnector | None:
+    def connector(self) -> RigConnector:
         """The scheduler's instance."""
-        found: RigConnector | None = self.scheduler.get_kv_connector()
+        found: RigConnector = self.scheduler.get_kv_connector()
         return found
 
     @property
@@ -574,28 +569,9 @@ class Rig:
         return not self.scheduler.has_requests() and not self.core.batch_queue
 
     @property
-    def running(self) -> list[str]:
-        """Requests that have been admitted and have not ended."""
-        return [request.request_id for request in self.scheduler.running]
-
-    @property
-    def loading(self) -> list[str]:
-        """Requests that wait for a load."""
-        return [
-            name
-            for name, request in self.scheduler.requests.items()
-            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        ]
-
-    @property
     def unfinished(self) -> list[str]:
         """Requests that have not ended."""
         return [n for n, request in self.scheduler.requests.items() if not request.is_finished()]
-
-    @property
-    def preemptions(self) -> int:
-        """Of the requests that have not ended."""
-        return sum(request.num_preemptions for request in self.scheduler.requests.values())
 
     def free_blocks(self) -> tuple[int, int]:
         """Blocks of vLLM's pool that nobody uses, and all but its null block."""
