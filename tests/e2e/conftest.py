@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +37,31 @@ def engine_environment(**more: str) -> dict[str, str]:
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         cores = sorted(os.sched_getaffinity(0))
         core["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[int(worker[2:]) % len(cores)])
-    return {**os.environ, **environment(), **core, **more}
+    # vLLM's workers and the scenarios import parts of these tests.
+    root = {"PYTHONPATH": str(HERE.parents[1])}
+    return {**os.environ, **environment(), **core, **root, **more}
+
+
+def run_script(
+    file: str, *arguments: object, environment: Mapping[str, str], timeout: float = 360
+) -> Any:
+    """Run a file of scenarios in a process of its own; what it prints on its last line."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / file), *map(str, arguments)],
+        env=engine_environment(**environment), capture_output=True, text=True, timeout=timeout,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.fail(f"{arguments[0]} ended with {done.returncode}:\n{done.stderr[-6000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture
 def run_scenario(cache: Path) -> Callable[..., Any]:
     """Run one of ``scenarios.py`` and return what it prints."""
 
-    def run(name: str, timeout: float = 240, **more: str) -> Any:
-        done = subprocess.run(
-            [sys.executable, str(HERE / "scenarios.py"), name, str(cache)],
-            env=engine_environment(**more), capture_output=True, text=True, timeout=timeout,
-            check=False,
-        )  # fmt: skip
-        if done.returncode:
-            pytest.fail(f"{name} ended with {done.returncode}:\n{done.stderr[-6000:]}")
-        return json.loads(done.stdout.splitlines()[-1])
+    def run(name: str, **more: str) -> Any:
+        return run_script("scenarios.py", name, cache, timeout=240, environment=more)
 
     return run
 

@@ -22,6 +22,7 @@ from kvloft.engines.vllm.trial import (
     close_engine,
     empty_engine_cache,
     make_engine,
+    output_of,
     run_pass,
     shape_prompts,
     with_disk,
@@ -196,28 +197,10 @@ def _host_faults(cache: Path, name: str) -> Result:
     return out
 
 
-@scenario
-def host_full(cache: Path, folder: Path) -> Result:
-    """Full attention alone."""
-    return _host_faults(cache, "uniform")
-
-
-@scenario
-def host_windows(cache: Path, folder: Path) -> Result:
-    """Windows."""
-    return _host_faults(cache, "gemma4")
-
-
-@scenario
-def host_states(cache: Path, folder: Path) -> Result:
-    """Recurrent states."""
-    return _host_faults(cache, "qwen3next")
-
-
-@scenario
-def host_local(cache: Path, folder: Path) -> Result:
-    """Local chunks."""
-    return _host_faults(cache, "llama4")
+for _kind, _shape in (
+    ("full", "uniform"), ("windows", "gemma4"), ("states", "qwen3next"), ("local", "llama4"),
+):  # fmt: skip
+    SCENARIOS[f"host_{_kind}"] = lambda cache, folder, shape=_shape: _host_faults(cache, shape)  # type: ignore[misc]
 
 
 @scenario
@@ -406,7 +389,7 @@ def features(cache: Path, folder: Path) -> Result:
         )  # fmt: skip
     settle(llm)
     agree = [
-        compare(alone.outputs, [_output(r) for r in results], shape.tolerance).as_json()
+        compare(alone.outputs, [output_of(r) for r in results], shape.tolerance).as_json()
         for results in together
     ]
     choice = SamplingParams(
@@ -432,16 +415,6 @@ def features(cache: Path, folder: Path) -> Result:
     }
     close_engine(llm)
     return out
-
-
-def _output(result: Any) -> Any:
-    from kvloft.engines.vllm.compare import Output
-
-    completion = result.outputs[0]
-    return Output(
-        tuple(completion.token_ids),
-        tuple({t: e.logprob for t, e in step.items()} for step in completion.logprobs),
-    )
 
 
 # --- life cycle -----------------------------------------------------------------------------------

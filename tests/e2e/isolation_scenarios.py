@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,15 @@ from kvloft.engines.vllm.trial import (
     close_engine,
     empty_engine_cache,
     make_engine,
+    output_of,
     read_counters,
     shape_prompts,
     with_disk,
 )
+from tests.e2e.disk_scenarios import PATIENT, flush
 
 Result = dict[str, Any]
 SCENARIOS: dict[str, Callable[[Path, Path], Result]] = {}
-PATIENT = 60.0
-"""Seconds to wait for the disk: these tests ask whether, not how fast."""
 MINE, THEIRS, THIRD = "tenant-one", "tenant-two", "tenant-three"
 RANK = 4
 """Of the adapters."""
@@ -38,15 +37,6 @@ def scenario(function: Callable[[Path, Path], Result]) -> Callable[[Path, Path],
     """Register a scenario by its name."""
     SCENARIOS[function.__name__] = function
     return function
-
-
-def flush(llm: Any, seconds: float = 20) -> None:
-    """Let what has been stored reach the disk."""
-    loft = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.loft
-    deadline = time.monotonic() + seconds
-    while any(w.pending or w.writing for w in loft._writers) and time.monotonic() < deadline:
-        loft.step()
-        time.sleep(0.005)
 
 
 def ask(
@@ -63,12 +53,7 @@ def ask(
         text["cache_salt"] = salt
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=CANDIDATES)
     (result,) = llm.generate([text], sampling, use_tqdm=False, lora_request=adapter)
-    completion = result.outputs[0]
-    output = Output(
-        tokens=tuple(completion.token_ids),
-        logprobs=tuple({t: e.logprob for t, e in step.items()} for step in completion.logprobs),
-    )
-    return output, read_counters(llm).restored_tokens - before
+    return output_of(result), read_counters(llm).restored_tokens - before
 
 
 # --- tenants --------------------------------------------------------------------------------------

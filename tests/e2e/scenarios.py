@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvloft.engines.vllm.compare import Output, compare
+from kvloft.engines.vllm.compare import compare
 from kvloft.engines.vllm.models import SHAPES
 from kvloft.engines.vllm.trial import (
     CONNECTOR,
@@ -21,6 +21,7 @@ from kvloft.engines.vllm.trial import (
     close_engine,
     empty_engine_cache,
     make_engine,
+    output_of,
     run_pass,
     shape_prompts,
 )
@@ -287,13 +288,7 @@ def preemption(cache: Path) -> Result:
     results = llm.generate(
         [TokensPrompt(prompt_token_ids=p) for p in prompts], sampling, use_tqdm=False
     )
-    together = [
-        Output(
-            tuple(r.outputs[0].token_ids),
-            tuple({t: e.logprob for t, e in step.items()} for step in r.outputs[0].logprobs),
-        )
-        for r in results
-    ]
+    together = [output_of(result) for result in results]
     settle(llm)
     verdict = compare(alone.outputs, together, shape.tolerance)
     preemptions = [m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import HERE, engine_environment
+from tests.e2e.conftest import HERE, engine_environment, run_script
 from tests.e2e.disk_scenarios import size_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -26,13 +26,7 @@ def command(name: str, cache: Path, folder: Path) -> list[str]:
 
 def run(name: str, cache: Path, folder: Path, **more: str) -> Any:
     """Run one scenario in a process of its own; what it prints."""
-    done = subprocess.run(
-        command(name, cache, folder), env=engine_environment(**more), capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.fail(f"{name} ended with {done.returncode}:\n{done.stderr[-6000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_script("disk_scenarios.py", name, cache, folder, timeout=300, environment=more)
 
 
 def start(name: str, cache: Path, folder: Path) -> subprocess.Popen[str]:

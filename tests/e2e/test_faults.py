@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import HERE, engine_environment
+from tests.e2e.conftest import run_script
 from tests.e2e.test_engine import at_rest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -23,14 +20,7 @@ def run(cache: Path, tmp_path: Path) -> Run:
     """Run one of ``fault_scenarios.py`` in a process of its own; what it prints."""
 
     def run_scenario(name: str, **more: str) -> Any:
-        done = subprocess.run(
-            [sys.executable, str(HERE / "fault_scenarios.py"), name, str(cache), str(tmp_path)],
-            env=engine_environment(PYTHONPATH=str(HERE.parents[1]), **more), capture_output=True,
-            text=True, timeout=360, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            pytest.fail(f"{name} ended with {done.returncode}:\n{done.stderr[-6000:]}")
-        return json.loads(done.stdout.splitlines()[-1])
+        return run_script("fault_scenarios.py", name, cache, tmp_path, environment=more)
 
     return run_scenario
 

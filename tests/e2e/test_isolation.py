@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import HERE, engine_environment
+from tests.e2e.conftest import run_script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 
 def run(name: str, cache: Path, folder: Path) -> Any:
     """Run one scenario in a process of its own; what it prints."""
-    command = [sys.executable, str(HERE / "isolation_scenarios.py"), name, str(cache), str(folder)]
-    done = subprocess.run(
-        command, env=engine_environment(), capture_output=True, text=True, timeout=300, check=False
-    )
-    if done.returncode:
-        pytest.fail(f"{name} ended with {done.returncode}:\n{done.stderr[-6000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_script("isolation_scenarios.py", name, cache, folder, environment={})
 
 
 def test_salts_keep_tenants_apart(cache: Path, tmp_path: Path) -> None:

@@ -230,18 +230,22 @@ def ask(
     (result,) = llm.generate(
         [TokensPrompt(prompt_token_ids=list(prompt))], sampling, use_tqdm=False
     )
-    completion = result.outputs[0]
     return Answer(
-        output=Output(
-            tokens=tuple(completion.token_ids),
-            logprobs=tuple(
-                {token: entry.logprob for token, entry in step.items()}
-                for step in completion.logprobs
-            ),
-        ),
+        output=output_of(result),
         prompt_tokens=len(prompt),
         cached_tokens=result.num_cached_tokens or 0,
         first_token_s=result.metrics.first_token_latency,
+    )
+
+
+def output_of(result: Any) -> Output:
+    """What one of vLLM's results has produced."""
+    completion = result.outputs[0]
+    return Output(
+        tokens=tuple(completion.token_ids),
+        logprobs=tuple(
+            {token: entry.logprob for token, entry in step.items()} for step in completion.logprobs
+        ),
     )
 
 
