@@ -756,14 +756,15 @@ class Stress:
 
     def _look_for_leftovers(self) -> None:
         loft = self.loft
-        for tier in self.hands.hanging:
-            self.totals.hung_jobs += tier.pending
-            tier.close()  # So that the buffers come back.
+        lower, hanging = self.hands.lower, self.hands.hanging
         for _ in range(10_000):
-            if not any(tier.work() for tier in self.hands.lower):
+            for tier in hanging:
+                self.totals.hung_jobs += tier.pending
+                tier.close()  # So that the buffers come back.
+            worked = any([tier.work() for tier in lower])
+            loft.step()  # Which may begin more: what has come back from one tier goes to the next.
+            if not (worked or any(tier.pending for tier in (*lower, *hanging))):
                 break
-            loft.step()
-        loft.step()
         if loft.pending or loft._requests:
             raise StressError(f"{loft.pending} jobs, {list(loft._requests)} are left")
         audit.check_idle(loft.catalog)
