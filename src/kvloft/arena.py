@@ -110,6 +110,11 @@ class Arena:
         self._free = list(range(self.slabs))
         """Heap of slabs that serve no class."""
 
+    @property
+    def has_free_slabs(self) -> bool:
+        """Whether any class can still grow."""
+        return bool(self._free)
+
     def clear(self) -> None:
         """Take back every slot at once."""
         self._reset()

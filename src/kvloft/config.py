@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from kvloft.catalog.policies import POLICIES
+from kvloft.catalog.policies import DEFAULT_POLICY, POLICIES
 from kvloft.errors import ConfigError
 from kvloft.geometry import MAX_INTEGER, Geometry
 from kvloft.plan import ChunkPlan, auto_resume_interval, auto_tokens_per_chunk
@@ -117,7 +117,7 @@ def parse_options(extra: Mapping[str, object], geometry: Geometry) -> Options:
             blocks_per_chunk=extra.get("blocks_per_chunk"),
             block_size=extra.get("block_size"),
         )
-    policy = extra.get("eviction_policy", "lru")
+    policy = extra.get("eviction_policy", DEFAULT_POLICY)
     if not isinstance(policy, str) or policy not in POLICIES:
         raise ConfigError(
             f"'eviction_policy': {policy!r} is not one of {', '.join(sorted(POLICIES))}"

@@ -30,3 +30,7 @@ class CorruptSlotError(TransferError):
         """``slots``: bytes from the arena's start."""
         super().__init__(f"{len(slots)} slots have changed since they were written: {slots[:8]}")
         self.slots = slots
+
+
+class TraceError(KVLoftError):
+    """A request trace that can't be read or made; says where in the file, if it is one."""

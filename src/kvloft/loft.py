@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from kvloft.arena import Arena, ClassUse
 from kvloft.catalog.catalog import Catalog, Counters, Store
-from kvloft.catalog.policies import EvictionPolicy
+from kvloft.catalog.policies import EvictionPolicy, Use
+from kvloft.catalog.sightings import NO_VISIT, Visit
 from kvloft.catalog.tree import NONE, READY, ROOT
 from kvloft.errors import TransferError
 from kvloft.jobs import Copy, Job, Part
@@ -47,6 +48,8 @@ NULL_BLOCK = 0
 class _Request:
     keys: Keys
     prompt_tokens: int
+    visit: Visit | None = None
+    """What is known of the prompt's prefixes; ``None`` until it has been looked up."""
     seen: int = 0
     """Tokens up to which storing has been decided; a multiple of G."""
     branch: int = 0
@@ -234,11 +237,15 @@ class Loft:
         state = self._requests[request]
         self._end_lease(state)
         state.may_store = True
+        size = self.plan.tokens_per_chunk
+        if state.visit is None:
+            chunks = min(tokens, state.prompt_tokens) // size
+            state.visit = self.catalog.visit(state.keys, chunks)
         if not (state.may_load and self.loading):
             return 0
         self.version += 1
-        found = self.catalog.match(state.keys, tokens - 1, computed)
-        state.branch = found.branch
+        found = self.catalog.match(state.keys, tokens - 1, computed, state.visit)
+        state.branch = max(found.branch, state.visit.branch * size)
         state.resumed = max(computed, found.boundary)
         if found.node != ROOT:
             self.catalog.pin(found.node)
@@ -251,7 +258,7 @@ class Loft:
             return None
         if found.node != ROOT and self._canary and self._is_canary(state):
             self._end_lease(state)
-            state.compared = computed // self.plan.tokens_per_chunk * self.plan.tokens_per_chunk
+            state.compared = computed // size * size
             return 0
         return found.boundary
 
@@ -359,26 +366,56 @@ class Loft:
         limit = (min(reach, state.prompt_tokens) if self._prompt_only else reach) // size
         if limit * size <= state.seen or not state.may_store:
             return None
+        visit = state.visit or NO_VISIT
+        worthy = self._worthy_depth(visit, limit, state.keys)
         tree = self.catalog.tree
-        store = self.catalog.begin()
         node = tree.deepest(state.keys, limit, ready=False)
         depth = tree.depth[node]
+        store = self.catalog.begin()
         stop = min(limit, depth + _MAX_CHUNKS_PER_STORE)
-        present = self._full_blocks_present(depth, stop, tables)
+        present = self._full_blocks_present(depth, min(stop, max(worthy, depth)), tables)
         complete = present == stop
+        prospect = self._prospect(state, node, visit)
         while depth < present:
-            added = self.catalog.add_chunk(store, node, state.keys((depth + 1) * size))
+            key = state.keys((depth + 1) * size)
+            use = prospect or visit.use(depth + 1, key)
+            added = self.catalog.add_chunk(store, node, key, use=use)
             if added < 0:
                 complete = False
                 break
             node, depth = added, depth + 1
         if self.plan.has_resume_points:
-            self._add_resumes(store, state, node, depth, tables, states or {})
+            self._add_resumes(store, state, node, min(depth, worthy), tables, states or {})
         state.seen = stop * size if complete else limit * size
         if not (store.nodes or store.resumes):
             self.catalog.cancel(store)
             return None
         return self._issue_store(store, tables, states or {})
+
+    def _worthy_depth(self, visit: Visit, limit: int, keys: Keys) -> int:
+        """How many of ``limit`` chunks the policy wants; what is known better is shallower. All of
+        them while there is room for nothing else."""
+        size = self.plan.tokens_per_chunk
+        if self._arena.has_free_slabs:
+            return limit
+        for depth in (limit, *reversed(visit.depths)):
+            if depth <= limit and self.catalog.policy.admits(visit.use(depth, keys(depth * size))):
+                return depth
+        return 0
+
+    def _prospect(self, state: _Request, node: int, visit: Visit) -> Use | None:
+        """What the chunks of a prompt are worth that will have a resume point at its end: nothing
+        by themselves. ``None`` on models without resume points."""
+        if not self.plan.has_resume_points:
+            return None
+        size = self.plan.tokens_per_chunk
+        end = max(1, state.prompt_tokens // size)
+        tree = self.catalog.tree
+        above = tree.depth[node]
+        if not (self.catalog.is_resume(node) and tree.has_children(node)):
+            above = self.catalog.resume_above(node) if node != ROOT else 0
+        worth = self.catalog.worth(end, min(above, end - 1))
+        return visit.use(end, b"", worth)
 
     def _full_blocks_present(self, depth: int, stop: int, tables: Tables) -> int:
         """How deep, from ``depth`` to at most ``stop`` chunks, the tables have all full blocks."""
@@ -400,7 +437,7 @@ class Loft:
     ) -> None:
         """Make resume points of the boundaries that deserve one and can be captured now."""
         size, tree = self.plan.tokens_per_chunk, self.catalog.tree
-        for boundary in self._deserving(state, depth * size, states):
+        for boundary, planned in self._deserving(state, depth * size, states):
             if store.resumes and self.catalog.busy:
                 return
             at = tree.find(state.keys(boundary))
@@ -410,11 +447,20 @@ class Loft:
                 self._window_blocks_present(boundary_of_piece, piece.layout, tables)
                 for piece, boundary_of_piece in self.catalog.missing_pieces(at)
             )
-            if present and self.catalog.add_resume(store, at):
+            if present and self.catalog.add_resume(store, at, self._resume_use(state, at, planned)):
                 state.resumed = max(state.resumed, boundary)
 
-    def _deserving(self, state: _Request, top: int, states: States) -> Iterator[int]:
-        """Boundaries up to ``top`` that retention gives a resume point, the dearest first.
+    def _resume_use(self, state: _Request, node: int, planned: bool) -> Use:
+        """What a resume point at ``node`` is worth; if it is one of those at regular intervals,
+        not a place that anything else could have."""
+        tree, visit = self.catalog.tree, state.visit or NO_VISIT
+        depth = tree.depth[node]
+        worth = self.catalog.worth(depth, self.catalog.resume_above(node)) if planned else 0.0
+        return visit.use(depth, tree.key(node), worth)
+
+    def _deserving(self, state: _Request, top: int, states: States) -> Iterator[tuple[int, bool]]:
+        """Boundaries up to ``top`` that retention gives a resume point, the dearest first, and
+        whether others may have to go for it.
 
         The last boundary of the prompt (and the one before, where the prompt ends on a boundary,
         since its own last token must be computed again), the point where others branched off, and
@@ -424,6 +470,9 @@ class Loft:
         size, interval = self.plan.tokens_per_chunk, self._resume_interval
         prompt = state.prompt_tokens
         marks = {(prompt - 1) // size * size, prompt // size * size, state.branch}
+        visit = state.visit or NO_VISIT
+        if top <= visit.known * size < prompt // size * size:
+            marks.add(top)  # The rest of the prompt is not stored.
         if self.plan.state_groups:
             for boundary in sorted(states):
                 if (
@@ -432,11 +481,14 @@ class Loft:
                     and len(states[boundary]) == len(self.plan.state_groups)
                     and (boundary in marks or boundary // interval > state.resumed // interval)
                 ):
-                    yield boundary
+                    yield boundary, boundary in marks
             return
-        yield from sorted((mark for mark in marks if state.seen < mark <= top), reverse=True)
+        for mark in sorted((mark for mark in marks if state.seen < mark <= top), reverse=True):
+            yield mark, True
         first = (state.seen // interval + 1) * interval
-        yield from (at for at in range(first, top + 1, interval) if at not in marks)
+        for boundary in range(first, top + 1, interval):
+            if boundary not in marks:
+                yield boundary, False
 
     def _whole_windows_present(self, boundary: int, tables: Tables) -> bool:
         """Whether all that a resume at ``boundary`` needs of windows is there: mostly it is, and

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 from tests.effort import examples
 
 from kvloft.arena import Arena
-from kvloft.catalog.catalog import Catalog, Store
-from kvloft.catalog.policies import LRU
+from kvloft.catalog.catalog import Catalog, Store, room_of
+from kvloft.catalog.policies import LRU, POLICIES
 from kvloft.catalog.tree import NONE, READY, ROOT, WRITING
 from kvloft.geometry import Group, Layers, make_geometry
 from kvloft.plan import ChunkPlan
@@ -87,24 +87,32 @@ class CatalogMachine(RuleBasedStateMachine):
         self.stores: list[Store] = []
         self.pins: list[Pin] = []
 
-    @initialize(name=st.sampled_from(list(PLANS)), pages=st.sampled_from([6, 15, 40, 200]))
-    def start(self, name: str, pages: int) -> None:
+    @initialize(
+        name=st.sampled_from(list(PLANS)), pages=st.sampled_from([6, 15, 40, 200]),
+        policy=st.sampled_from(list(POLICIES)),
+    )  # fmt: skip
+    def start(self, name: str, pages: int, policy: str) -> None:
         self.plan = PLANS[name]
         self.size = self.plan.tokens_per_chunk
         slab = max(self.plan.slot_sizes())
-        self.catalog = Catalog(self.plan, Arena(max(pages * PAGE, slab), slab), LRU())
+        arena = Arena(max(pages * PAGE, slab), slab)
+        self.catalog = Catalog(self.plan, arena, POLICIES[policy](room_of(self.plan, arena.budget)))
 
     # What a loft does, in the order in which it does it.
 
     @rule(path=st.text("ab", min_size=1, max_size=8), data=st.data())
     def begin(self, path: str, data: st.DataObject) -> None:
         catalog, tree = self.catalog, self.catalog.tree
+        visit = None
+        if data.draw(st.booleans()):
+            visit = catalog.visit(keys(path, self.size), len(path))
         store = catalog.begin()
         node = tree.deepest(keys(path, self.size), len(path), ready=False)
         depth = tree.depth[node]
         while depth < len(path):
             self.paths[key(path[: depth + 1])] = path[: depth + 1]
-            added = catalog.add_chunk(store, node, key(path[: depth + 1]))
+            use = visit.use(depth + 1, key(path[: depth + 1])) if visit else None
+            added = catalog.add_chunk(store, node, key(path[: depth + 1]), use=use)
             if added == NONE:
                 break
             node, depth = added, depth + 1
@@ -114,7 +122,9 @@ class CatalogMachine(RuleBasedStateMachine):
                 if at >= 0 and not catalog.has_resume(at):
                     missing = list(catalog.missing_pieces(at))
                     before = len(store.writes)
-                    if catalog.add_resume(store, at):
+                    worth = data.draw(st.sampled_from([0.0, 1.0, 50.0]))
+                    use = visit.use(end, tree.key(at), worth) if visit else None
+                    if catalog.add_resume(store, at, use):
                         wrote = [w for w in store.writes[before:] if w.kind == "window"]
                         assert [w.layout for w in wrote] == [p.layout for p, _ in missing]
                         assert [w.boundary for w in wrote] == [ends for _, ends in missing]

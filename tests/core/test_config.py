@@ -168,7 +168,7 @@ def test_memory_must_be_given(extra: dict[str, object]) -> None:
 
 def test_defaults() -> None:
     found = options()
-    assert found.eviction_policy == "lru"
+    assert found.eviction_policy == "adaptive"
     assert found.offload_prompt_only is True
     assert found.tokens_per_chunk == 32
     # 800 MiB of windows against 2.5 MiB of full chunk: as much for one as for the other.

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvloft.arena import Arena
-from kvloft.catalog.policies import EvictionPolicy
+from kvloft.catalog.policies import EvictionPolicy, Room, Use
+from kvloft.catalog.sightings import NO_VISIT, Sightings, Visit
 from kvloft.catalog.tree import DOOMED, FREE, NONE, READY, ROOT, WRITING, Tree
 from kvloft.keys import Keys
 from kvloft.plan import ChunkLayout, ChunkPlan, Piece
@@ -29,6 +30,10 @@ counts 1, and giving up a resume point 1 more for every four window chunks it re
 resume point takes the room of more chunks than that, it is twice their number: a bound that it can
 never keep would mean no hits at all."""
 _MAX_SUPERSEDE_STEPS = 256
+_MAX_WORTH_STEPS = 1024
+_MIB = 1 << 20
+_REMEMBERED = 1 << 18
+"""Records of prompts: 2 MiB."""
 
 NO_SLOT = -1
 STATE = -1
@@ -47,6 +52,8 @@ class Counters:
     evicted_resume_points: int = 0
     dropped_stores: int = 0
     """Chunks or resume points that were not stored because no room could be made."""
+    declined_stores: int = 0
+    """The same because all that is held is worth more."""
     failed_stores: int = 0
     promoted_chunks: int = 0
     """Brought back from a lower tier."""
@@ -79,7 +86,10 @@ class Store:
     """A store under way: what it adds to the catalog, and the slots that must be filled for it."""
 
     nodes: list[int] = field(default_factory=list)
+    uses: list[Use | None] = field(default_factory=list)
+    """Of the nodes, where known."""
     resumes: list[int] = field(default_factory=list)
+    resume_uses: list[Use | None] = field(default_factory=list)
     pieces: list[tuple[int, int]] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     superseded: list[tuple[int, int]] = field(default_factory=list)
@@ -102,6 +112,11 @@ class Match:
     resume point is; 0 if there is none. It deserves one."""
     deepest: int
     """The node of the longest resident part of the path, whether or not one can resume there."""
+
+
+def room_of(plan: ChunkPlan, budget: int) -> Room:
+    """What a policy has to give away."""
+    return Room(budget, plan.full_chunk_bytes, plan.resume_bytes, plan.tokens_per_chunk)
 
 
 class Catalog:
@@ -135,10 +150,43 @@ class Catalog:
         self._work_left = 0
         self._unpublished: set[tuple[int, int]] = set()
         """``(node, column)`` of the window chunks that stores under way are writing."""
+        self.sightings = Sightings(_REMEMBERED)
+
+    # ---------------------------------------------------------------- prompts
+
+    def visit(self, keys: Keys, limit: int) -> Visit:
+        """Take note of a prompt of ``limit`` chunks; what was known of its prefixes. O(log n)."""
+        visit, sightings = self.sightings.visit(keys, limit, self.plan.tokens_per_chunk)
+        self.policy.saw(sightings)
+        return visit
+
+    def worth(self, depth: int, above: int) -> float:
+        """Tokens that a resume at ``depth`` chunks saves per MiB that it keeps, where one could
+        resume at ``above`` chunks otherwise. Window chunks shared with others are not deducted."""
+        plan = self.plan
+        if not plan.has_resume_points:
+            return 1.0
+        nbytes = sum(piece.layout.nbytes for piece in plan.pieces(depth))
+        nbytes += plan.state_layout.nbytes if plan.state_layout is not None else 0
+        nbytes += (depth - above) * plan.full_chunk_bytes
+        return (depth - above) * plan.tokens_per_chunk * _MIB / max(1, nbytes)
+
+    def resume_above(self, node: int) -> int:
+        """Depth (chunks) of the nearest resume point above ``node`` that will stay one, since paths
+        part there; 0 if there is none, or none near enough to be looked for."""
+        tree, resume = self.tree, self._resume
+        for _ in range(_MAX_WORTH_STEPS):
+            alone = tree.only_child(node)
+            node = tree.parent[node]
+            if node <= ROOT:
+                break
+            if not alone and resume[node] == READY:
+                return tree.depth[node]
+        return 0
 
     # ---------------------------------------------------------------- look-up
 
-    def match(self, keys: Keys, limit: int, above: int) -> Match:
+    def match(self, keys: Keys, limit: int, above: int, visit: Visit = NO_VISIT) -> Match:
         """The greatest boundary in ``(above, limit]`` tokens where a request can resume.
 
         Marks what it finds as used. O(log n) for the full chunks, then a walk up to the nearest
@@ -156,12 +204,10 @@ class Catalog:
                 node = parent[node]
             if node != ROOT and resume[node] != READY:
                 node = ROOT
-        if deepest != ROOT:
-            self.policy.insert(2 * deepest)
-        if node not in (ROOT, deepest):
-            self.policy.insert(2 * node)
+        if deepest != ROOT and (node != deepest or not self.plan.has_resume_points):
+            self._use(2 * deepest, visit)
         if node != ROOT and self.plan.has_resume_points:
-            self.policy.insert(2 * node + 1)
+            self._use(2 * node + 1, visit)
         branch = 0
         if node != deepest and tree.has_children(deepest):
             branch = tree.depth[deepest] * size
@@ -169,6 +215,13 @@ class Catalog:
         if boundary <= above:
             node, boundary = ROOT, 0
         return Match(node, boundary, branch, deepest)
+
+    def _use(self, entry: int, visit: Visit) -> None:
+        """An entry is used by a request."""
+        tree, node = self.tree, entry >> 1
+        depth = tree.depth[node]
+        worth = self.worth(depth, self.resume_above(node)) if self.plan.has_resume_points else 1.0
+        self.policy.insert(entry, visit.use(depth, tree.key(node), worth))
 
     def _newest_columns(self) -> tuple[Sequence[int], Sequence[int]]:
         """Columns one of which has a slot at every node that is worth a try of :meth:`_claim`: a
@@ -197,6 +250,7 @@ class Catalog:
         self._resume[node] = READY
         self._used_whole[node] = 0
         self.resume_points += 1
+        self.policy.remove(2 * node)
         for piece, holder, column in found:
             self._take_piece(node, piece, holder, column)
         return True
@@ -222,11 +276,10 @@ class Catalog:
         if tree.state[node] == DOOMED:
             self._prune(node)
         elif tree.state[node] == READY:
-            # Eviction may have met and dropped both while they were pinned.
-            if 2 * node not in self.policy:
-                self.policy.insert(2 * node)
-            if self._resume[node] == READY and 2 * node + 1 not in self.policy:
-                self.policy.insert(2 * node + 1)
+            # Eviction may have met and dropped it while it was pinned.
+            entry = 2 * node + (self._resume[node] == READY)
+            if entry not in self.policy:
+                self.policy.insert(entry, None)
 
     def reads(self, node: int, above: int) -> Iterator[tuple[int, ChunkLayout, int, str]]:
         """``(slot, layout, boundary, kind)`` of every chunk that a resume at ``node`` reads.
@@ -319,8 +372,11 @@ class Catalog:
             raise ValueError("only the latest store, and an empty one, can be cancelled")
         self._stores.pop()
 
-    def add_chunk(self, store: Store, parent: int, key: bytes, slot: int = NO_SLOT) -> int:
-        """Reserve the full chunk that follows ``parent``; ``NONE`` if no room could be made.
+    def add_chunk(
+        self, store: Store, parent: int, key: bytes, slot: int = NO_SLOT, use: Use | None = None
+    ) -> int:
+        """Reserve the full chunk that follows ``parent``; ``NONE`` if no room could be made, or
+        none of those there would be worth less.
 
         With a ``slot`` from :meth:`reserve`, the chunk is there already and always added.
         """
@@ -328,18 +384,19 @@ class Catalog:
         if layout is not None and slot < 0:
             pins = self.tree.pins
             pins[parent] += 1
-            slot = self._allocate(layout)
+            slot = self._allocate(layout, use)
             if slot < 0:
                 self.unpin(parent)
                 return NONE
             pins[parent] -= 1
             # With a child the parent can't go. Its resume point can, and eviction may have met it.
             if self._resume[parent] == READY and 2 * parent + 1 not in self.policy:
-                self.policy.demote(2 * parent + 1)
+                self.policy.insert(2 * parent + 1, None)
         node = self.tree.add(parent, key)
         self._grow(node)
         self._slot[node] = slot
         store.nodes.append(node)
+        store.uses.append(use)
         boundary = self.tree.depth[node] * self.plan.tokens_per_chunk
         if layout is not None:
             store.writes.append(Write(slot, layout, boundary, "full"))
@@ -364,7 +421,7 @@ class Catalog:
             return short
         return whole if self._piece[whole][holder] >= 0 else NONE
 
-    def add_resume(self, store: Store, node: int) -> bool:
+    def add_resume(self, store: Store, node: int, use: Use | None = None) -> bool:
         """Make ``node`` a resume point: all of its missing chunks get slots, or none of them."""
         self._resume[node] = WRITING
         self._used_whole[node] = 0
@@ -387,7 +444,7 @@ class Catalog:
         if (state := self.plan.state_layout) is not None:
             layouts.append(state)
         for layout in layouts:
-            slots.append(self._allocate(layout))
+            slots.append(self._allocate(layout, use))
             if slots[-1] < 0:
                 break
         self.unpin(node)
@@ -397,7 +454,7 @@ class Catalog:
             self._resume[node] = FREE
             self._give_back(taken)
             return False
-        self._fill_resume(store, node, missing, slots)
+        self._fill_resume(store, node, missing, slots, use)
         return True
 
     def adopt_resume(self, store: Store, node: int, slots: dict[tuple[int, int], int]) -> bool:
@@ -435,11 +492,11 @@ class Catalog:
         self._used_whole[node] = used_whole
         for piece, holder, column in found:
             self._take_piece(node, piece, holder, column)
-        self._fill_resume(store, node, missing, [slots.pop(at) for at in given])
+        self._fill_resume(store, node, missing, [slots.pop(at) for at in given], None)
         return True
 
     def _fill_resume(
-        self, store: Store, node: int, missing: list[Missing], slots: list[int]
+        self, store: Store, node: int, missing: list[Missing], slots: list[int], use: Use | None
     ) -> None:
         """Give a resume point the slots of its missing window chunks and, last, of its state."""
         for gap, slot in zip(missing, slots, strict=False):
@@ -453,6 +510,7 @@ class Catalog:
             boundary = self.tree.depth[node] * self.plan.tokens_per_chunk
             store.writes.append(Write(slots[-1], layout, boundary, "state"))
         store.resumes.append(node)
+        store.resume_uses.append(use)
 
     def column_layout(self, holder: int, column: int) -> ChunkLayout:
         """The layout of the window chunk that ``holder`` has, or may have, in ``column``."""
@@ -480,17 +538,16 @@ class Catalog:
         self._unpublished.difference_update(store.pieces)
         for node in store.nodes:
             self.tree.state[node] = READY
-        if store.nodes:
-            self.policy.insert(2 * store.nodes[-1])
-        for node in store.resumes:
+        self._order_chunks(store)
+        for node, use in zip(store.resumes, store.resume_uses, strict=True):
             self._resume[node] = READY
             self.resume_points += 1
             if (above := self._superseded_by(node)) != ROOT:
                 store.superseded.append((above, node))
                 if not self.tree.pins[above]:
                     self.policy.demote(2 * above + 1)
-            self.policy.insert(2 * node)
-            self.policy.insert(2 * node + 1)
+            self.policy.remove(2 * node)
+            self.policy.insert(2 * node + 1, use)
         nbytes = sum(w.layout.nbytes for w in store.writes)
         if store.promoted:
             self.counters.promoted_chunks += len(store.writes)
@@ -499,6 +556,16 @@ class Catalog:
         self.counters.stored_chunks += len(store.writes)
         self.counters.stored_bytes += nbytes
         self.counters.stored_resume_points += len(store.resumes)
+
+    def _order_chunks(self, store: Store) -> None:
+        """Let what a store has added be evicted some day, the deepest first."""
+        if self.plan.has_resume_points:
+            # The others come back into the order with their last dependants.
+            for node, use in zip(store.nodes[-1:], store.uses[-1:], strict=True):
+                self.policy.insert(2 * node, use)
+            return
+        for node, use in zip(reversed(store.nodes), reversed(store.uses), strict=True):
+            self.policy.insert(2 * node, use)
 
     def _superseded_by(self, node: int) -> int:
         """The nearest resume point above on an unbranched path, which is worth less once ``node``
@@ -532,13 +599,14 @@ class Catalog:
                 self._state_slot[node] = NO_SLOT
                 self._resume[node] = FREE
                 if self.tree.state[node] == READY:
-                    self.policy.insert(2 * node)
+                    self.policy.insert(2 * node, None)
             # Whoever else referred to these came later, and so was abandoned before.
             for holder, column in store.pieces:
                 self._piece[column][holder] = NO_SLOT
             for node in reversed(store.nodes):
                 self._slot[node] = NO_SLOT
-                self._revive(self.tree.remove(node))
+                parent = self.tree.remove(node)
+                self._revive(parent, parent)  # Nobody has used what never came to be.
         for holder, column in given_up:
             self._free_piece_if_unused(holder, column)
 
@@ -555,14 +623,18 @@ class Catalog:
             for refs in self._refs:
                 refs.append(0)
 
-    def _allocate(self, layout: ChunkLayout) -> int:
-        """A slot, after evicting what must go for it; negative if that did not make room."""
+    def _allocate(self, layout: ChunkLayout, newcomer: Use | None = None) -> int:
+        """A slot, after evicting what must go for it; negative if that did not make room, or if all
+        is worth more than ``newcomer``."""
         while (slot := self.arena.allocate(layout.slot_bytes)) is None:
             before = len(self.policy)
-            entry = self.policy.victim(self._evictable, self._work_left)
+            entry = self.policy.victim(self._evictable, self._work_left, newcomer)
             self._work_left -= before - len(self.policy)
             if entry is None:
-                self.counters.dropped_stores += 1
+                if newcomer is not None and self._work_left > 0 and len(self.policy):
+                    self.counters.declined_stores += 1
+                else:
+                    self.counters.dropped_stores += 1
                 return NO_SLOT
             if layout is self.plan.full_layout and not entry & 1 and not self._resume[entry >> 1]:
                 return self._hand_over(entry >> 1, layout)
@@ -586,7 +658,7 @@ class Catalog:
         """Evict a full chunk for another one, which takes its slot: what a full arena does most."""
         slot, self._slot[node] = self._slot[node], NO_SLOT
         self._count_eviction(layout)
-        self._revive(self.tree.remove(node))
+        self._revive(self.tree.remove(node), node)
         return slot
 
     def reserve(self, layouts: Sequence[ChunkLayout]) -> list[int]:
@@ -617,28 +689,30 @@ class Catalog:
         if entry & 1:
             return self._resume[node] == READY
         return (
-            tree.first_child[node] < 0
-            and tree.state[node] == READY
-            and self._resume[node] != WRITING
+            tree.first_child[node] < 0 and tree.state[node] == READY and self._resume[node] == FREE
         )
 
     def _evict(self, entry: int) -> None:
         node = entry >> 1
         if entry & 1:
             self._drop_resume(node)
+            self._revive(node, node)
             return
-        self._revive(self._drop_node(node))
+        self._revive(self._drop_node(node), node)
 
-    def _revive(self, node: int) -> None:
-        """Bring a node that may have lost its last dependant back into the order, coldest."""
-        tree = self.tree
-        if (
-            tree.first_child[node] < 0
-            and tree.state[node] == READY
-            and node != ROOT
-            and 2 * node not in self.policy
-        ):
-            self.policy.demote(2 * node)
+    def _revive(self, node: int, after: int) -> None:
+        """Bring a node that may have lost its last dependant, ``after``, back into the order. A
+        chunk below which nobody can resume any more goes next."""
+        tree, policy = self.tree, self.policy
+        if tree.first_child[node] >= 0 or tree.state[node] != READY or node == ROOT:
+            return
+        if self._resume[node] == READY:
+            if 2 * node + 1 not in policy:
+                policy.insert(2 * node + 1, None)
+        elif self.plan.has_resume_points:
+            policy.demote(2 * node)
+        elif 2 * node not in policy:
+            policy.revive(2 * node, 2 * after)
 
     def _drop_resume(self, node: int) -> None:
         self.policy.remove(2 * node + 1)
@@ -699,7 +773,7 @@ class Catalog:
             else:
                 parent = self._drop_node(node)
                 if node == top:
-                    self._revive(parent)
+                    self._revive(parent, node)
 
     def _subtree(self, top: int) -> list[int]:
         """``top``, unless it is the root, and all nodes below it, parents first."""
@@ -727,5 +801,6 @@ class Catalog:
     def _prune(self, node: int) -> None:
         tree = self.tree
         while tree.state[node] == DOOMED and not tree.pins[node] and not tree.has_children(node):
+            gone = node
             node = self._drop_node(node)
-        self._revive(node)
+            self._revive(node, gone)

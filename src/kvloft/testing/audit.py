@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvloft.catalog.catalog import Catalog
-from kvloft.catalog.tree import DOOMED, FREE, READY, ROOT, WRITING
+from kvloft.catalog.tree import DOOMED, FREE, READY, ROOT
 from kvloft.plan import ChunkLayout
 from kvloft.testing import oracle
 
@@ -148,11 +148,11 @@ def check(catalog: Catalog, reserved: Sequence[tuple[int, ChunkLayout]] = ()) ->
     for node in used:
         if tree.pins[node] or tree.state[node] != READY:
             continue
-        writing = catalog._resume[node] == WRITING
-        if not tree.has_children(node) and not writing:
-            expect(2 * node in catalog.policy, f"node {node} can never be evicted")
         if catalog._resume[node] == READY:
             expect(2 * node + 1 in catalog.policy, f"resume point {node} can never be evicted")
+            expect(2 * node not in catalog.policy, f"node {node} goes before its resume point")
+        elif not tree.has_children(node) and catalog._resume[node] == FREE:
+            expect(2 * node in catalog.policy, f"node {node} can never be evicted")
 
 
 def check_idle(catalog: Catalog) -> None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvloft.arena import Arena, choose_slab_bytes
-from kvloft.catalog.policies import LRU
+from kvloft.catalog.catalog import room_of
+from kvloft.catalog.policies import DEFAULT_POLICY, POLICIES
 from kvloft.catalog.tree import READY, WRITING
 from kvloft.geometry import Geometry, Group
 from kvloft.jobs import Job
@@ -134,6 +135,7 @@ class Engine:
         failures: float = 0.0,
         tiers: Sequence[ManualTier] = (),
         write_all: bool = True,
+        policy: str = DEFAULT_POLICY,
     ) -> None:
         """``failures``: the chance that a rank's copy fails. ``tiers``: lower ones, which get on
         whenever the ranks do; ``write_all`` as in :class:`kvloft.lower.LowerTier`."""
@@ -158,7 +160,7 @@ class Engine:
         self.memory = np.full(arena_bytes, 0x5C, dtype=np.uint8)
         self.tiers = list(tiers)
         self.loft = Loft(
-            plan, arena, LRU(),
+            plan, arena, POLICIES[policy](room_of(plan, arena_bytes)),
             ranks=self._ranks, resume_interval=resume_interval, prompt_only=prompt_only,
             tiers=[LowerTier(tier, write_all, _PATIENCE) for tier in tiers],
             memory=self.memory.data,

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
+from kvloft.catalog.policies import POLICIES
 from kvloft.plan import ChunkPlan
 from kvloft.testing.engine import RUNNING, Engine, EngineError, Request, Totals
 from kvloft.testing.manual import ManualPlace, ManualTier
@@ -49,6 +50,7 @@ def make_engine(
         step_tokens=rng.choice([plan.tokens_per_chunk // 2 + 1, plan.tokens_per_chunk, longest]),
         resume_interval=plan.tokens_per_chunk * rng.choice([1, 2, 3, 1000]),
         prompt_only=rng.random() < 0.5,
+        policy=rng.choice(list(POLICIES)),
         prefix_caching=rng.random() < 0.5,
         layout=rng.choice(PAGES_LAYOUTS),
         failures=failures,

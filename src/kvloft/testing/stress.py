@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvloft.catalog.policies import POLICIES
 from kvloft.engines.vllm.messages import Reports
 from kvloft.engines.vllm.rig import (
     RIG_MODELS,
@@ -761,7 +762,7 @@ class Stress:
             for tier in hanging:
                 self.totals.hung_jobs += tier.pending
                 tier.close()  # So that the buffers come back.
-            worked = any([tier.work() for tier in lower])
+            worked = sum(tier.work() for tier in lower)
             loft.step()  # Which may begin more: what has come back from one tier goes to the next.
             if not (worked or any(tier.pending for tier in (*lower, *hanging))):
                 break
@@ -813,6 +814,7 @@ def options_for(model: RigModel, rng: random.Random) -> tuple[RigOptions, int]:
         "cpu_bytes_to_use": rng.choice([1 << 18, 1 << 19, 1 << 20, 1 << 22]),
         "blocks_per_chunk": rng.choice([1, 1, 2]),
         "offload_prompt_only": rng.random() < 0.5,
+        "eviction_policy": rng.choice(list(POLICIES)),
         "resume_interval": unit * rng.choice([1, 2, 4, 1000]),
         "verify": rng.choice(["tiers", "always"]),
         "canary": rng.choice([0.0, 0.0, 0.2]),

@@ -9,89 +9,60 @@ has been touched for itself since is still in its own place.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-_NONE = -1
-_ABSENT = -2
+from kvloft.catalog.policies.base import Sighting, Use
+from kvloft.catalog.policies.lists import Lists
+
+_DEMOTED, _ORDER = 0, 1
 
 
 class LRU:
-    """An intrusive list over arrays: no object per entry, nothing for the garbage collector."""
+    """Two lists: what was demoted, the latest first, and the rest by its last use."""
 
     def __init__(self) -> None:
-        self._head = _NONE
-        """The coldest entry."""
-        self._tail = _NONE
-        self._count = 0
-        self._prev = array("i")
-        self._next = array("i")
-        """``_ABSENT`` marks an entry that is not held."""
+        self._lists = Lists(2)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._lists)
 
     def __contains__(self, entry: int) -> bool:
-        return 0 <= entry < len(self._next) and self._next[entry] != _ABSENT
+        return entry in self._lists
 
-    def insert(self, entry: int) -> None:
-        missing = entry + 1 - len(self._next)
-        if missing > 0:
-            self._next.extend([_ABSENT] * missing)
-            self._prev.extend([_NONE] * missing)
-        if self._next[entry] != _ABSENT:
-            self._unlink(entry)
-        self._prev[entry], self._next[entry] = self._tail, _NONE
-        if self._tail >= 0:
-            self._next[self._tail] = entry
-        else:
-            self._head = entry
-        self._tail = entry
-        self._count += 1
+    def insert(self, entry: int, use: Use | None = None) -> None:
+        self._lists.append(entry, _ORDER)
 
     def touch(self, entry: int) -> None:
-        if entry != self._tail and entry in self:
-            self.insert(entry)
+        """``entry`` was used; does nothing if it is not held."""
+        if entry in self._lists:
+            self._lists.append(entry, _ORDER)
 
     def demote(self, entry: int) -> None:
-        head = self._head
-        if entry == head:
-            return
-        if head < 0 or entry >= len(self._next):
-            self.insert(entry)
-            self.demote(entry)
-            return
-        if self._next[entry] != _ABSENT:
-            self._unlink(entry)
-        self._prev[entry], self._next[entry] = _NONE, head
-        self._prev[head] = entry
-        self._head = entry
-        self._count += 1
+        self._lists.push(entry, _DEMOTED)
+
+    def revive(self, entry: int, after: int) -> None:
+        self._lists.push(entry, _ORDER)
 
     def remove(self, entry: int) -> None:
-        if entry in self:
-            self._unlink(entry)
-            self._next[entry] = _ABSENT
+        self._lists.remove(entry)
 
-    def victim(self, evictable: Callable[[int], bool], limit: int) -> int | None:
+    def admits(self, use: Use) -> bool:
+        return True
+
+    def victim(
+        self, evictable: Callable[[int], bool], limit: int, newcomer: Use | None = None
+    ) -> int | None:
+        heads = self._lists.heads
         for _ in range(limit):
-            entry = self._head
+            entry = heads[_DEMOTED]
             if entry < 0:
-                return None
-            self._unlink(entry)
-            self._next[entry] = _ABSENT
+                entry = heads[_ORDER]
+                if entry < 0 or (newcomer is not None and not newcomer.worth):
+                    return None
+            self._lists.remove(entry)
             if evictable(entry):
                 return entry
         return None
 
-    def _unlink(self, entry: int) -> None:
-        before, after = self._prev[entry], self._next[entry]
-        if before >= 0:
-            self._next[before] = after
-        else:
-            self._head = after
-        if after >= 0:
-            self._prev[after] = before
-        else:
-            self._tail = before
-        self._count -= 1
+    def saw(self, sightings: Sequence[Sighting]) -> None:
+        pass

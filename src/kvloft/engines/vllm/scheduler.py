@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from kvloft.catalog.catalog import room_of
 from kvloft.catalog.policies import POLICIES
 from kvloft.engines.vllm.log import logger, warn
 from kvloft.engines.vllm.messages import Orders, Reports
@@ -56,7 +57,7 @@ class SchedulerHalf:
         self.loft = Loft(
             setup.plan,
             arena,
-            POLICIES[setup.options.eviction_policy](),
+            POLICIES[setup.options.eviction_policy](room_of(setup.plan, arena.budget)),
             ranks=setup.ranks,
             resume_interval=setup.options.resume_interval,
             prompt_only=setup.options.offload_prompt_only,

@@ -1,0 +1,97 @@
+"""Several linked lists of the same small integers, each of them in one list at a time.
+
+Over arrays: no object per entry, nothing for the garbage collector to walk.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+NONE = -1
+
+
+class Lists:
+    """Entries from the head (goes first) to the tail of each list; all operations take O(1)."""
+
+    def __init__(self, count: int) -> None:
+        self.heads = [NONE] * count
+        self.tails = [NONE] * count
+        self.sizes = [0] * count
+        self._prev = array("i")
+        self._next = array("i")
+        self._list = array("i")
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, entry: int) -> bool:
+        return 0 <= entry < len(self._list) and self._list[entry] >= 0
+
+    def list_of(self, entry: int) -> int:
+        """The list that holds ``entry``; negative if none does."""
+        return self._list[entry] if entry < len(self._list) else NONE
+
+    def add_list(self) -> int:
+        """Make one more list; its number."""
+        self.heads.append(NONE)
+        self.tails.append(NONE)
+        self.sizes.append(0)
+        return len(self.heads) - 1
+
+    def append(self, entry: int, which: int) -> None:
+        """Put ``entry`` at the tail of a list, from wherever it is."""
+        self._detach(entry)
+        tail = self.tails[which]
+        self._prev[entry], self._next[entry] = tail, NONE
+        if tail >= 0:
+            self._next[tail] = entry
+        else:
+            self.heads[which] = entry
+        self.tails[which] = entry
+        self._attach(entry, which)
+
+    def push(self, entry: int, which: int) -> None:
+        """Put ``entry`` at the head of a list, from wherever it is."""
+        self._detach(entry)
+        head = self.heads[which]
+        self._prev[entry], self._next[entry] = NONE, head
+        if head >= 0:
+            self._prev[head] = entry
+        else:
+            self.tails[which] = entry
+        self.heads[which] = entry
+        self._attach(entry, which)
+
+    def remove(self, entry: int) -> int:
+        """Take ``entry`` out; the list that it was in, negative if in none."""
+        which = self.list_of(entry)
+        if which < 0:
+            return NONE
+        before, after = self._prev[entry], self._next[entry]
+        if before >= 0:
+            self._next[before] = after
+        else:
+            self.heads[which] = after
+        if after >= 0:
+            self._prev[after] = before
+        else:
+            self.tails[which] = before
+        self._list[entry] = NONE
+        self.sizes[which] -= 1
+        self._count -= 1
+        return which
+
+    def _attach(self, entry: int, which: int) -> None:
+        self._list[entry] = which
+        self.sizes[which] += 1
+        self._count += 1
+
+    def _detach(self, entry: int) -> None:
+        missing = entry + 1 - len(self._list)
+        if missing > 0:
+            self._list.extend([NONE] * missing)
+            self._prev.extend([NONE] * missing)
+            self._next.extend([NONE] * missing)
+        elif self._list[entry] >= 0:
+            self.remove(entry)

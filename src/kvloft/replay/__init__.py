@@ -1,0 +1,1 @@
+"""Request traces through the real loft, catalog and policies; memory is books alone."""
