@@ -56,6 +56,8 @@ class _Request:
     """A boundary that deserves a resume point because others left the path there."""
     resumed: int = 0
     """The deepest boundary known to be a resume point of this request."""
+    answer_end: int = 0
+    """The latest boundary of the answer that was made a resume point."""
     leased: int = ROOT
     """The node that a match has pinned and no load has taken over yet."""
     may_load: bool = True
@@ -375,10 +377,11 @@ class Loft:
         stop = min(limit, depth + _MAX_CHUNKS_PER_STORE)
         present = self._full_blocks_present(depth, min(stop, max(worthy, depth)), tables)
         complete = present == stop
-        prospect = self._prospect(state, node, visit)
+        use, until = self._prospect(state, node, visit), 1 << 62
         while depth < present:
             key = state.keys((depth + 1) * size)
-            use = prospect or visit.use(depth + 1, key)
+            if use is None or depth >= until:
+                use, until = visit.use(depth + 1, key), visit.segment(depth + 1)[1]
             added = self.catalog.add_chunk(store, node, key, use=use)
             if added < 0:
                 complete = False
@@ -449,6 +452,10 @@ class Loft:
             )
             if present and self.catalog.add_resume(store, at, self._resume_use(state, at, planned)):
                 state.resumed = max(state.resumed, boundary)
+                if boundary > state.prompt_tokens:
+                    if state.answer_end:
+                        store.replaced.append((state.keys(state.answer_end), at))
+                    state.answer_end = boundary
 
     def _resume_use(self, state: _Request, node: int, planned: bool) -> Use:
         """What a resume point at ``node`` is worth; if it is one of those at regular intervals,
@@ -473,6 +480,8 @@ class Loft:
         visit = state.visit or NO_VISIT
         if top <= visit.known * size < prompt // size * size:
             marks.add(top)  # The rest of the prompt is not stored.
+        if top > prompt:
+            marks.add(top)  # Where an answer ends is known afterwards, when its windows are gone.
         if self.plan.state_groups:
             for boundary in sorted(states):
                 if (

@@ -21,6 +21,7 @@ from kvloft.arena import Arena
 from kvloft.catalog.policies import EvictionPolicy, Room, Use
 from kvloft.catalog.sightings import NO_VISIT, Sightings, Visit
 from kvloft.catalog.tree import DOOMED, FREE, NONE, READY, ROOT, WRITING, Tree
+from kvloft.catalog.uses import NO_USE
 from kvloft.keys import Keys
 from kvloft.plan import ChunkLayout, ChunkPlan, Piece
 
@@ -92,6 +93,8 @@ class Store:
     resume_uses: list[Use | None] = field(default_factory=list)
     pieces: list[tuple[int, int]] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
+    replaced: list[tuple[bytes, int]] = field(default_factory=list)
+    """``(key above, below)``: resume points that are not needed once that below is one."""
     superseded: list[tuple[int, int]] = field(default_factory=list)
     """Once it has ended: ``(above, below)``, resume points that are worth less for it."""
     abandoned: bool = False
@@ -150,13 +153,13 @@ class Catalog:
         self._work_left = 0
         self._unpublished: set[tuple[int, int]] = set()
         """``(node, column)`` of the window chunks that stores under way are writing."""
-        self.sightings = Sightings(_REMEMBERED)
+        self.sightings = Sightings(_REMEMBERED, plan.tokens_per_chunk)
 
     # ---------------------------------------------------------------- prompts
 
     def visit(self, keys: Keys, limit: int) -> Visit:
         """Take note of a prompt of ``limit`` chunks; what was known of its prefixes. O(log n)."""
-        visit, sightings = self.sightings.visit(keys, limit, self.plan.tokens_per_chunk)
+        visit, sightings = self.sightings.visit(keys, limit)
         self.policy.saw(sightings)
         return visit
 
@@ -543,11 +546,12 @@ class Catalog:
             self._resume[node] = READY
             self.resume_points += 1
             if (above := self._superseded_by(node)) != ROOT:
-                store.superseded.append((above, node))
-                if not self.tree.pins[above]:
-                    self.policy.demote(2 * above + 1)
+                self._supersede(store, above, node)
             self.policy.remove(2 * node)
             self.policy.insert(2 * node + 1, use)
+        for key, node in store.replaced:
+            if (above := self.tree.find(key)) != NONE and self._resume[above] == READY:
+                self._supersede(store, above, node)
         nbytes = sum(w.layout.nbytes for w in store.writes)
         if store.promoted:
             self.counters.promoted_chunks += len(store.writes)
@@ -557,6 +561,11 @@ class Catalog:
         self.counters.stored_bytes += nbytes
         self.counters.stored_resume_points += len(store.resumes)
 
+    def _supersede(self, store: Store, above: int, below: int) -> None:
+        store.superseded.append((above, below))
+        if not self.tree.pins[above]:
+            self.policy.demote(2 * above + 1)
+
     def _order_chunks(self, store: Store) -> None:
         """Let what a store has added be evicted some day, the deepest first."""
         if self.plan.has_resume_points:
@@ -564,8 +573,21 @@ class Catalog:
             for node, use in zip(store.nodes[-1:], store.uses[-1:], strict=True):
                 self.policy.insert(2 * node, use)
             return
+        entries: list[int] = []
+        names: list[int] = []
+        last: Use | None = None
         for node, use in zip(reversed(store.nodes), reversed(store.uses), strict=True):
-            self.policy.insert(2 * node, use)
+            if use is not last and last is not None:
+                self.policy.insert_path(entries, names, last)
+                entries, names = [], []
+            last = use
+            if use is None:
+                self.policy.insert(2 * node, NO_USE)
+                continue
+            entries.append(2 * node)
+            names.append(self.tree.name(node))
+        if last is not None:
+            self.policy.insert_path(entries, names, last)
 
     def _superseded_by(self, node: int) -> int:
         """The nearest resume point above on an unbranched path, which is worth less once ``node``

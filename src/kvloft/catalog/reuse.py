@@ -22,8 +22,10 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import mul
 
-from kvloft.catalog.policies.base import Sighting
+import numpy as np
+
 from kvloft.catalog.sightings import GROUPS, LENGTHS
+from kvloft.catalog.uses import Sighting
 
 BUCKETS = 36
 """Ages in steps of the square root of two; the last one is open."""
@@ -48,7 +50,10 @@ def bucket_of(age: int) -> int:
 
 
 EDGES = [0.0, *(2 ** ((k - 1) / 2) for k in range(1, BUCKETS + 1))]
-_WIDTHS = [max(1.0, EDGES[k + 1] - EDGES[k]) for k in range(BUCKETS)]
+_WIDTHS = np.array([max(1.0, EDGES[k + 1] - EDGES[k]) for k in range(BUCKETS)])
+_LATER = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool))
+_CERTAIN = 0.99
+"""Greater chances are taken for this one, so that what is left never vanishes in rounding."""
 
 
 def index_of(chances: Sequence[float]) -> list[float]:
@@ -56,22 +61,16 @@ def index_of(chances: Sequence[float]) -> list[float]:
 
     Per prompt of expected waiting. The bucket at hand is half over on average.
     """
-    out = []
-    for first in range(BUCKETS):
-        left, found, waited, best = 1.0, 0.0, 0.0, 0.0
-        width = _WIDTHS[first] / 2
-        for at in range(first, BUCKETS):
-            now = left * chances[at]
-            waited += (left - now / 2) * width
-            found += now
-            left -= now
-            if found > best * waited:
-                best = found / waited
-            if left < 0.01:
-                break
-            width = _WIDTHS[at + 1] if at + 1 < BUCKETS else 0.0
-        out.append(best)
-    return out
+    coming = np.minimum(np.asarray(chances), _CERTAIN)
+    left = np.concatenate(([1.0], np.cumprod(1 - coming)))
+    # From any age on, both the chance and the waiting are relative to having reached it, which
+    # cancels out in their ratio.
+    waiting = (left[:-1] - left[:-1] * coming / 2) * _WIDTHS
+    waited = np.cumsum(waiting)
+    found = left[:-1, None] - left[None, 1:]
+    during = waited[None, :] - (waited - waiting / 2)[:, None]
+    index: list[float] = np.where(_LATER, found / during, 0.0).max(axis=1).tolist()
+    return index
 
 
 class Reuse:

@@ -1,7 +1,7 @@
 """What is remembered of prompts whether or not their bytes are kept.
 
-Each prompt is walked once, at some of its boundaries: all of the first 256, then ever fewer, so
-that neighbours are never farther apart than a 256th of their depth and a walk takes O(log n).
+Each prompt is walked once, at some of its boundaries: every 128 tokens at its beginning, every 512
+further on, and beyond 128Ki tokens ever fewer, so that a walk takes O(log n).
 A boundary's record says when it was last seen and to which *group* it belongs:
 
 - how many prompts had been seen to begin with it (0, 1, or more),
@@ -20,7 +20,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
-from kvloft.catalog.policies.base import Sighting, Use
+from kvloft.catalog.uses import Sighting, Use
 from kvloft.keys import Keys
 
 GROUPS = 216
@@ -35,16 +35,10 @@ _GROUP_MASK = (1 << 11) - 1
 _LENGTH_UNIT = 512
 """Tokens."""
 
-_FINE = 256
-_grid = list(range(1, _FINE + 1))
-
-
-def grid(limit: int) -> list[int]:
-    """The depths up to ``limit`` at which a path is looked at."""
-    while _grid[-1] < limit:
-        last = _grid[-1]
-        _grid.append(last + (1 << (last.bit_length() - _FINE.bit_length())))
-    return _grid[: bisect_right(_grid, limit)]
+_FINE_TOKENS = 2048
+_FINE_STEP = 128
+_COARSE_STEP = 512
+_COARSENESS = 256
 
 
 def group_of(seen: int, origin: int, turn: int, new_tokens: int) -> int:
@@ -80,6 +74,17 @@ class Visit:
         """The deepest known boundary (chunks)."""
         return self.depths[-1] if self.depths else 0
 
+    def segment(self, depth: int) -> tuple[int, int]:
+        """The group of the prefix that is ``depth`` chunks long, and down to where it is the same;
+        the latter is beyond all depths for what is new."""
+        at = bisect_left(self.depths, depth)
+        if at >= len(self.groups):
+            return self.new_group, 1 << 62
+        group = self.groups[at]
+        while at + 1 < len(self.groups) and self.groups[at + 1] == group:
+            at += 1
+        return group, self.depths[at]
+
     def use(self, depth: int, key: bytes, worth: float = 1.0) -> Use:
         """What to tell a policy of the prefix that is ``depth`` chunks long."""
         at = bisect_left(self.depths, depth)
@@ -93,16 +98,29 @@ NO_VISIT = Visit()
 class Sightings:
     """The table. 8 bytes a record."""
 
-    def __init__(self, records: int) -> None:
+    def __init__(self, records: int, tokens_per_chunk: int) -> None:
         """``records``: at least as many as this are kept; in fact a power of two."""
+        self._tokens_per_chunk = tokens_per_chunk
+        self._grid = array("q")
         self._rows = 1 << max(4, (records // _ROW - 1).bit_length())
         self._table = array("Q", [0]) * (self._rows * _ROW)
         self._now = 0
 
-    def visit(self, keys: Keys, limit: int, tokens_per_chunk: int) -> tuple[Visit, list[Sighting]]:
+    def grid(self, limit: int) -> list[int]:
+        """The depths (chunks) up to ``limit`` at which a path is looked at."""
+        grid, size = self._grid, self._tokens_per_chunk
+        while not grid or grid[-1] < limit:
+            last = grid[-1] if grid else 0
+            coarse = max(_COARSE_STEP, last * size // _COARSENESS)
+            step = _FINE_STEP if last * size < _FINE_TOKENS else coarse
+            grid.append(last + max(1, step // size))
+        return grid[: bisect_right(grid, limit)].tolist()
+
+    def visit(self, keys: Keys, limit: int) -> tuple[Visit, list[Sighting]]:
         """Take note of a prompt of ``limit`` chunks; what is and was known of its prefixes."""
         self._now = now = (self._now + 1) & _TIME_MASK or 1
-        table, depths, visit = self._table, grid(limit), Visit()
+        tokens_per_chunk = self._tokens_per_chunk
+        table, depths, visit = self._table, self.grid(limit), Visit()
         names = [int.from_bytes(keys(depth * tokens_per_chunk)[:8], "little") for depth in depths]
         places: list[int] = []
         for name in names:

@@ -140,6 +140,11 @@ class Tree:
         width = self._key_bytes
         return bytes(self._keys[node * width : (node + 1) * width])
 
+    def name(self, node: int) -> int:
+        """64 bits of the hash that names ``node``."""
+        at = node * self._key_bytes
+        return int.from_bytes(self._keys[at : at + 8], "little")
+
     def unindex(self, node: int) -> None:
         """Make ``node`` impossible to find; it keeps its links."""
         key = self.key(node)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from kvloft.errors import KVLoftError
 
-COMMANDS = ("plan", "store", "demo", "bench", "stress")
+COMMANDS = ("plan", "store", "replay", "demo", "bench", "stress")
 
 USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports

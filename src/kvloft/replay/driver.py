@@ -249,6 +249,8 @@ def replay(
         if index % every == every - 1 or index == total - 1:
             counts = run.counts
             rate = (counts.engine_tokens + counts.restored_tokens) / max(1, counts.prompt_tokens)
+            if slots := run.loft._arena.used_bytes:
+                run.fit = min(run.fit, run.loft.catalog.live_bytes / slots)
             run.points.append(_Point(index, request.time, run.loft.catalog.held(), rate))
             tell(index + 1, total)
     run.seconds = time.perf_counter() - begun

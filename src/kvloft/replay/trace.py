@@ -48,3 +48,21 @@ def boundary_ids(request: Request, tokens_per_block: int, tokens_per_chunk: int)
             break
         out.append(request.blocks[block] * tokens_per_block + end - 1 - block * tokens_per_block)
     return out
+
+
+def fitted(trace: Trace, unit_tokens: int) -> Trace:
+    """The trace with blocks whose ends are ends of units too, or the other way round.
+
+    Where neither length divides the other, nearly no end of a unit would be the end of a block, and
+    prompts that share blocks would seem to share less than they do. So the blocks are stretched to
+    whole units, and the prompts with them.
+    """
+    size = trace.tokens_per_block
+    if size % unit_tokens == 0 or unit_tokens % size == 0:
+        return trace
+    longer = -(-size // unit_tokens) * unit_tokens
+    requests = [
+        Request(r.time, r.prompt_tokens * longer // size, r.answer_tokens, r.blocks)
+        for r in trace.requests
+    ]
+    return Trace(trace.name, longer, requests)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 
 from kvloft.catalog.policies.adaptive import Adaptive
 from kvloft.catalog.policies.arc import ARC
-from kvloft.catalog.policies.base import EvictionPolicy, Room, Sighting, Use
+from kvloft.catalog.policies.base import EvictionPolicy
 from kvloft.catalog.policies.cost import CostAware
 from kvloft.catalog.policies.density import Density
 from kvloft.catalog.policies.lru import LRU
 from kvloft.catalog.policies.s3fifo import S3FIFO
 from kvloft.catalog.policies.twice import Twice
+from kvloft.catalog.uses import Room, Sighting, Use
 
 DEFAULT_POLICY = "adaptive"
 POLICIES: Mapping[str, Callable[[Room], EvictionPolicy]] = {

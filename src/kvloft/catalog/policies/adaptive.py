@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvloft.catalog.policies.arc import ARC
-from kvloft.catalog.policies.base import EvictionPolicy, Room, Sighting, Use
+from kvloft.catalog.policies.base import EvictionPolicy
 from kvloft.catalog.policies.density import Density
 from kvloft.catalog.policies.lru import LRU
 from kvloft.catalog.policies.shadow import ChunkShadow, PromptShadow
 from kvloft.catalog.policies.twice import Twice
+from kvloft.catalog.uses import Room, Sighting, Use
 
 _MEMORY = 0.999
 """Of what was found, how much still counts after another prompt."""
@@ -28,18 +28,17 @@ class Adaptive:
 
     def __init__(self, room: Room) -> None:
         self._density = Density()
-        reuse = self._density.reuse
+        self._rival = Density(self._density.reuse)
         self._orders: list[EvictionPolicy] = [self._density]
-        rivals: list[EvictionPolicy] = [Density(reuse)]
+        rivals: list[EvictionPolicy] = [self._rival]
         if room.resume_bytes:
             self._orders += [LRU()]
             rivals += [LRU()]
         else:
-            self._orders += [ARC(), Twice()]
-            rivals += [ARC(), Twice()]
+            self._orders += [Twice()]
+            rivals += [Twice()]
         kind = PromptShadow if room.resume_bytes else ChunkShadow
         self._shadows = [kind(rival, room) for rival in rivals]
-        self._rival = rivals[0]
         self._found = [0.0] * len(rivals)
         self._leader = 0
         self._order = self._orders[0]
@@ -53,6 +52,10 @@ class Adaptive:
     def insert(self, entry: int, use: Use | None) -> None:
         for order in self._orders:
             order.insert(entry, use)
+
+    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
+        for order in self._orders:
+            order.insert_path(entries, names, use)
 
     def demote(self, entry: int) -> None:
         for order in self._orders:
@@ -81,8 +84,12 @@ class Adaptive:
             return False
 
         victim = self._order.victim(may_go, limit, newcomer)
-        for entry in dropped if victim is None else (*dropped, victim):
-            self.remove(entry)
+        if victim is not None:
+            dropped.append(victim)
+        for order in self._orders:
+            if order is not self._order:
+                for entry in dropped:
+                    order.remove(entry)
         return victim
 
     def saw(self, sightings: Sequence[Sighting]) -> None:

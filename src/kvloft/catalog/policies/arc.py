@@ -8,9 +8,10 @@ with LRU here, of a path only the deepest node is touched when it is found.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from kvloft.catalog.policies.base import Sighting, Use
 from kvloft.catalog.policies.lists import Lists
+from kvloft.catalog.uses import Sighting, Use
 
 _DEMOTED, _ONCE, _OFTEN = 0, 1, 2
 
@@ -54,6 +55,10 @@ class ARC:
             del often[use.name]
             which = _OFTEN
         lists.append(entry, which)
+
+    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
+        for entry, name in zip(entries, names, strict=True):
+            self.insert(entry, replace(use, name=name))
 
     def demote(self, entry: int) -> None:
         self._lists.push(entry, _DEMOTED)

@@ -12,8 +12,8 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvloft.catalog.policies.base import Sighting, Use
 from kvloft.catalog.policies.lists import Lists
+from kvloft.catalog.uses import Sighting, Use
 
 _DEMOTED = 0
 
@@ -59,6 +59,10 @@ class CostAware:
             which = self._levels[level] = self._lists.add_list()
             self._gains.append(2 ** (level / 2))
         return which
+
+    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
+        for entry in entries:
+            self.insert(entry, use)
 
     def demote(self, entry: int) -> None:
         self._reach(entry)

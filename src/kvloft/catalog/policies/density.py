@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvloft.catalog.policies.base import NO_USE, Sighting, Use
 from kvloft.catalog.policies.lists import Lists
 from kvloft.catalog.reuse import BUCKETS, EDGES, Reuse, bucket_of
 from kvloft.catalog.sightings import seen_of
+from kvloft.catalog.uses import NO_USE, Sighting, Use
 
+_UNKNOWN = -1
 _DEMOTED = 0
 """The cohort of what goes first, which is of no rank."""
 _TIME_BITS = 40
@@ -57,6 +58,9 @@ class Density:
         """The kinds of each group."""
         self._values = np.full(0, math.inf)
         """By rank; infinite where there is nothing."""
+        self._lowest = _UNKNOWN
+        """The rank of the least value, while nothing has changed that."""
+        self._least = math.inf
         self._occupied: list[set[int]] = [set() for _ in range(BUCKETS)]
         """By bucket: the kinds that have cohorts of that age."""
         self._name = array("q")
@@ -86,6 +90,19 @@ class Density:
             kind = self._kind_of(use.group, use.worth)
             self._name[entry] = kind << _TIME_BITS | self._reuse.now
         self._entries.append(entry, self._cohort(self._name[entry]))
+
+    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
+        self._reach(max(entries))
+        if use.worth <= 0:
+            for entry in entries:
+                self.insert(entry, use)
+            return
+        for entry in entries:
+            self._leave(entry)
+        name = self._kind_of(use.group, use.worth) << _TIME_BITS | self._reuse.now
+        self._entries.extend(entries, self._cohort(name))
+        for entry in entries:
+            self._name[entry] = name
 
     def demote(self, entry: int) -> None:
         self._reach(entry)
@@ -154,6 +171,7 @@ class Density:
         if not cohorts.sizes[rank]:
             self._occupied[bucket].add(kind)
             self._values[rank] = self._reuse.index[self._groups[kind]][bucket] * self._worths[kind]
+            self._lowest = _UNKNOWN
         tail = cohorts.tails[rank]
         # One that comes back in between is rare, and going a little early does no harm.
         if tail >= 0 and last < self._names[tail] & _TIME_MASK:
@@ -174,6 +192,7 @@ class Density:
             kind, bucket = divmod(rank, BUCKETS)
             self._occupied[bucket].discard(kind)
             self._values[rank] = math.inf
+            self._lowest = _UNKNOWN
 
     # ---------------------------------------------------------------- eviction
 
@@ -187,8 +206,11 @@ class Density:
             if entry < 0:
                 if not len(entries):
                     return None
-                rank = int(values.argmin())
-                if values[rank] >= bar:
+                if self._lowest == _UNKNOWN:
+                    self._lowest = int(values.argmin())
+                    self._least = float(values[self._lowest])
+                rank = self._lowest
+                if self._least >= bar:
                     return None
                 entry = entries.heads[self._cohorts.heads[rank]]
             self._leave(entry)
@@ -211,6 +233,7 @@ class Density:
             for bucket in range(BUCKETS):
                 if self._cohorts.sizes[first + bucket]:
                     self._values[first + bucket] = index[bucket] * worth
+            self._lowest = _UNKNOWN
         self._grow_older()
 
     def _grow_older(self) -> None:

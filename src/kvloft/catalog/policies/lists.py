@@ -6,6 +6,7 @@ Over arrays: no object per entry, nothing for the garbage collector to walk.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 NONE = -1
 
@@ -41,7 +42,9 @@ class Lists:
 
     def append(self, entry: int, which: int) -> None:
         """Put ``entry`` at the tail of a list, from wherever it is."""
-        self._detach(entry)
+        lists = self._list
+        if entry >= len(lists) or lists[entry] >= 0:
+            self._detach(entry)
         tail = self.tails[which]
         self._prev[entry], self._next[entry] = tail, NONE
         if tail >= 0:
@@ -49,7 +52,14 @@ class Lists:
         else:
             self.heads[which] = entry
         self.tails[which] = entry
-        self._attach(entry, which)
+        lists[entry] = which
+        self.sizes[which] += 1
+        self._count += 1
+
+    def extend(self, entries: Sequence[int], which: int) -> None:
+        """:meth:`append` each."""
+        for entry in entries:
+            self.append(entry, which)
 
     def push(self, entry: int, which: int) -> None:
         """Put ``entry`` at the head of a list, from wherever it is."""
@@ -61,11 +71,14 @@ class Lists:
         else:
             self.tails[which] = entry
         self.heads[which] = entry
-        self._attach(entry, which)
+        self._list[entry] = which
+        self.sizes[which] += 1
+        self._count += 1
 
     def remove(self, entry: int) -> int:
         """Take ``entry`` out; the list that it was in, negative if in none."""
-        which = self.list_of(entry)
+        lists = self._list
+        which = lists[entry] if entry < len(lists) else NONE
         if which < 0:
             return NONE
         before, after = self._prev[entry], self._next[entry]
@@ -77,15 +90,10 @@ class Lists:
             self._prev[after] = before
         else:
             self.tails[which] = before
-        self._list[entry] = NONE
+        lists[entry] = NONE
         self.sizes[which] -= 1
         self._count -= 1
         return which
-
-    def _attach(self, entry: int, which: int) -> None:
-        self._list[entry] = which
-        self.sizes[which] += 1
-        self._count += 1
 
     def _detach(self, entry: int) -> None:
         missing = entry + 1 - len(self._list)

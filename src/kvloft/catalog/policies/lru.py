@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvloft.catalog.policies.base import Sighting, Use
 from kvloft.catalog.policies.lists import Lists
+from kvloft.catalog.uses import Sighting, Use
 
 _DEMOTED, _ORDER = 0, 1
 
@@ -31,6 +31,9 @@ class LRU:
 
     def insert(self, entry: int, use: Use | None = None) -> None:
         self._lists.append(entry, _ORDER)
+
+    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
+        self._lists.extend(entries, _ORDER)
 
     def touch(self, entry: int) -> None:
         """``entry`` was used; does nothing if it is not held."""

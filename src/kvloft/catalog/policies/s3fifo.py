@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from kvloft.catalog.policies.base import Sighting, Use
 from kvloft.catalog.policies.lists import Lists
+from kvloft.catalog.uses import Sighting, Use
 
 _DEMOTED, _SMALL, _MAIN = 0, 1, 2
 _SMALL_SHARE = 0.1
@@ -53,6 +54,10 @@ class S3FIFO:
             if known:
                 del self._ghosts[use.name]
             lists.append(entry, _MAIN if known else _SMALL)
+
+    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
+        for entry, name in zip(entries, names, strict=True):
+            self.insert(entry, replace(use, name=name))
 
     def demote(self, entry: int) -> None:
         self._lists.push(entry, _DEMOTED)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloft.catalog.policies.base import EvictionPolicy, Room, Sighting, Use
+from kvloft.catalog.policies.base import EvictionPolicy
 from kvloft.catalog.sightings import seen_of
+from kvloft.catalog.uses import Room, Sighting, Use
 
 _MAX_NAMES = 2048
 _MIB = 1 << 20

@@ -6,8 +6,8 @@ The price is that everything is computed twice.
 
 from __future__ import annotations
 
-from kvloft.catalog.policies.base import Use
 from kvloft.catalog.policies.lru import LRU
+from kvloft.catalog.uses import Use
 
 
 class Twice(LRU):
