@@ -139,7 +139,7 @@ def test_a_directory_of_logs_is_one_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "requests"), [("conversation", 12031), ("synthetic", 3993)])
 def test_bundled_traces_are_read_as_they_are(name: str, requests: int) -> None:
     trace = read_trace(name)
-    path = Path(__file__).parents[2] / "src/kvloft/bench/traces" / f"{name}.jsonl.gz"
+    path = Path(__file__).parents[2] / "src/kvloft/replay/traces" / f"{name}.jsonl.gz"
     with gzip.open(path) as lines:
         raw = [json.loads(line) for line in lines]
     assert len(trace.requests) == len(raw) == requests

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from kvloft.arena import Arena, choose_slab_bytes
 from kvloft.bench.report import Result, header, progress, table
 from kvloft.bench.timing import Side, percentiles, speed_ratio, take_turns
-from kvloft.catalog.policies import LRU
+from kvloft.catalog.catalog import room_of
+from kvloft.catalog.policies import DEFAULT_POLICY, POLICIES
 from kvloft.config import resolve_chunk
 from kvloft.geometry import Geometry, Group, Layers, load, make_geometry
 from kvloft.keys import Keys
@@ -61,7 +62,8 @@ def make_loft(geometry: Geometry, budget: int, tokens_per_chunk: int) -> Loft:
     plan = ChunkPlan(geometry, tokens_per_chunk)
     arena = Arena(budget, choose_slab_bytes(budget, plan.slot_sizes()))
     interval = auto_resume_interval(plan)
-    return Loft(plan, arena, LRU(), ranks=1, resume_interval=interval)
+    policy = POLICIES[DEFAULT_POLICY](room_of(plan, budget))
+    return Loft(plan, arena, policy, ranks=1, resume_interval=interval)
 
 
 class Prompt:

@@ -10,21 +10,20 @@ The traces are those published with Mooncake (Qin et al., FAST 2025; kvcache-ai/
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from importlib.resources import files
 
 from kvloft.arena import Arena, choose_slab_bytes
 from kvloft.bench.report import Result, header, progress, table
-from kvloft.catalog.policies import LRU
+from kvloft.catalog.catalog import room_of
+from kvloft.catalog.policies import DEFAULT_POLICY, POLICIES
 from kvloft.geometry import load
 from kvloft.jobs import Job
 from kvloft.loft import Loft
 from kvloft.lower import LowerTier
 from kvloft.plan import ChunkPlan
-from kvloft.tiers.base import Chunk, Outcome, TierStats
+from kvloft.replay.books import BookTier
+from kvloft.replay.driver import chunk_names
+from kvloft.replay.formats import read_trace
 from kvloft.units import format_size
 
 TRACES = ("conversation", "synthetic")
@@ -35,102 +34,15 @@ _MEMORY = 64 << 30
 _DISKS = (256 << 30, 1 << 40)
 
 
-class BookTier:
-    """A tier that keeps names only and answers at once; evicts the leaf unused for the longest."""
-
-    def __init__(self, limit: int) -> None:
-        self.written = 0
-        """Bytes."""
-        self._limit = limit
-        self._used = 0
-        self._chunks: dict[bytes, Chunk] = {}
-        """The least recently used first."""
-        self._children: dict[bytes, int] = {}
-
-    name = "books"
-
-    def holds(self, key: bytes, code: str) -> bool:
-        """As every tier does."""
-        return key in self._chunks
-
-    def put(
-        self, chunk: Chunk, data: memoryview, deadline: float | None = None
-    ) -> Future[Outcome] | None:
-        """Keep the name."""
-        future: Future[Outcome] = Future()
-        if chunk.parent and chunk.parent not in self._chunks:
-            future.set_result(Outcome.REFUSED)
-            return future
-        self._chunks[chunk.key] = chunk
-        self._used += chunk.nbytes
-        self.written += chunk.nbytes
-        self._children[chunk.parent] = self._children.get(chunk.parent, 0) + 1
-        while self._used > self._limit:
-            self._evict()
-        future.set_result(Outcome.DONE)
-        return future
-
-    def _evict(self) -> None:
-        key = next(k for k in self._chunks if not self._children.get(k))
-        chunk = self._chunks.pop(key)
-        self._used -= chunk.nbytes
-        self._children[chunk.parent] -= 1
-
-    def get(
-        self, chunk: Chunk, into: memoryview, deadline: float | None = None
-    ) -> Future[Outcome] | None:
-        """Nothing is copied."""
-        future: Future[Outcome] = Future()
-        future.set_result(Outcome.DONE if chunk.key in self._chunks else Outcome.MISSING)
-        return future
-
-    def touch(self, chunks: Sequence[Chunk]) -> None:
-        """These, and all that they build upon, were used."""
-        for chunk in chunks:
-            path = []
-            key = chunk.key
-            while (found := self._chunks.get(key)) is not None:
-                path.append(found)
-                key = found.parent
-            for found in path:
-                self._chunks[found.key] = self._chunks.pop(found.key)
-
-    def contains(
-        self, chunks: Sequence[Chunk], deadline: float | None = None
-    ) -> Future[list[bool]] | None:
-        """Never asked here."""
-        return None
-
-    def delete(self, chunks: Sequence[Chunk]) -> Future[int] | None:
-        """Never asked here."""
-        return None
-
-    def demote(self, chunks: Sequence[Chunk]) -> None:
-        """Without windows and states there are no resume points to give up."""
-
-    def scan(self) -> Iterator[Chunk]:
-        """All names."""
-        yield from self._chunks.values()
-
-    def stats(self) -> TierStats:
-        """Nothing of it is asked here."""
-        return TierStats(self._limit, self._used, len(self._chunks), 0, 0, 0)
-
-    def close(self, timeout: float = 5.0) -> None:
-        """Nothing to do: the books stay for the next engine."""
-
-
 Prompt = Sequence[int]
 """One id per chunk; an id names the whole prefix up to there."""
 
 
-def read_trace(name: str) -> list[Prompt]:
+def read_prompts(name: str) -> list[Prompt]:
     """The prompts of a trace, whole chunks only, in order."""
-    data = gzip.decompress((files("kvloft.bench") / "traces" / f"{name}.jsonl.gz").read_bytes())
-    prompts = []
-    for line in data.decode().splitlines():
-        request = json.loads(line)
-        prompts.append(request["hash_ids"][: request["input_length"] // _TOKENS])
+    prompts = [
+        request.blocks[: request.prompt_tokens // _TOKENS] for request in read_trace(name).requests
+    ]
     return [prompt for prompt in prompts if prompt]
 
 
@@ -142,7 +54,8 @@ class _Engine:
         self._plan = ChunkPlan(geometry, _TOKENS)
         arena = Arena(_MEMORY, choose_slab_bytes(_MEMORY, self._plan.slot_sizes()))
         self._loft = Loft(
-            self._plan, arena, LRU(), ranks=1, resume_interval=_TOKENS,
+            self._plan, arena, POLICIES[DEFAULT_POLICY](room_of(self._plan, _MEMORY)), ranks=1,
+            resume_interval=_TOKENS,
             tiers=[LowerTier(tier, write_all, 1e9)], memory=memoryview(b""),
         )  # fmt: skip
         self._blocks = _TOKENS // geometry.groups[0].tokens_per_block
@@ -152,7 +65,7 @@ class _Engine:
         """Chunks restored, and how many of them came from disk."""
         self._count += 1
         loft, name = self._loft, str(self._count)
-        keys = [chunk.to_bytes(8, "little") * 2 for chunk in prompt]
+        keys = chunk_names(prompt)
         tokens = len(prompt) * _TOKENS + 1
         tables = [list(range(1, len(prompt) * self._blocks + 1))]
         promoted = loft.catalog.counters.promoted_chunks
@@ -203,7 +116,7 @@ def run(*, quick: bool) -> Result:
     result |= {"geometry": _GEOMETRY, "tokens_per_chunk": _TOKENS, "memory_bytes": _MEMORY}
     rows: list[Result] = []
     for trace in TRACES:
-        prompts = read_trace(trace)[: 300 if quick else None]
+        prompts = read_prompts(trace)[: 300 if quick else None]
         for disk in _DISKS:
             for rule in RULES:
                 progress(f"{trace}, {format_size(disk)} of disk, {rule}")

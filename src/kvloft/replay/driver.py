@@ -111,16 +111,17 @@ class Run:
     """Exact bytes of what is held to the slots that it lies in, at its worst."""
 
 
-def _names(ids: array[int]) -> bytes:
+def chunk_names(ids: Sequence[int]) -> list[bytes]:
     """A hash-like name of 16 bytes for each id: the finalizer of splitmix64 (Steele et al., 2014)
     and the id itself."""
     out = np.empty((len(ids), 2), dtype=np.uint64)
-    found = np.frombuffer(ids, dtype=np.uint64) if len(ids) else np.empty(0, np.uint64)
+    found = np.asarray(ids, dtype=np.uint64)
     mixed = found + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     out[:, 0], out[:, 1] = mixed ^ (mixed >> np.uint64(31)), found
-    return out.tobytes()
+    raw = out.tobytes()
+    return [raw[at : at + _KEY_BYTES] for at in range(0, len(raw), _KEY_BYTES)]
 
 
 class Replayer:
@@ -159,11 +160,10 @@ class Replayer:
         self._served += 1
         ids = boundary_ids(request, self._tokens_per_block, size)
         computed = self._engine.serve(ids, (tokens - 1) // size) * size
-        name, raw = str(self._served), _names(ids)
+        name, names = str(self._served), chunk_names(ids)
 
         def keys(boundary: int) -> bytes:
-            at = boundary // size * _KEY_BYTES
-            return raw[at - _KEY_BYTES : at]
+            return names[boundary // size - 1]
 
         tokens = min(tokens, len(ids) * size + 1)
         loft.track(name, keys, tokens)

@@ -67,7 +67,7 @@ def read_trace(
     text = os.fspath(path_or_name)
     if isinstance(path_or_name, str):
         if text in BUNDLED:
-            source = files("kvloft") / "bench" / "traces" / f"{text}.jsonl.gz"
+            source = files("kvloft") / "replay" / "traces" / f"{text}.jsonl.gz"
             with as_file(source) as path:
                 reader = Reader(FORMATS, format or Mooncake.name, tokens_per_block)
                 return reader.read(text, [path], limit)
