@@ -85,6 +85,7 @@ METRICS: dict[str, Metric] = {
     "canary_differences": _counter("Such requests that computed other numbers; loading is off."),
     # What is in host memory.
     "dropped_stores": _counter("Chunks or resume points not stored as no room could be made."),
+    "declined_stores": _counter("The same, as all that is held is worth more."),
     "evicted_chunks": _counter("Chunks evicted from host memory."),
     "evicted_bytes": _counter("Bytes of chunks evicted from host memory."),
     "evicted_resume_points": _counter("Resume points evicted from host memory."),
@@ -234,7 +235,7 @@ class SchedulerMeter:
         ):  # fmt: skip
             yield name, getattr(stats, name)
         for name in (
-            "dropped_stores", "evicted_chunks", "evicted_bytes", "evicted_resume_points",
+            "dropped_stores", "declined_stores", "evicted_chunks", "evicted_bytes", "evicted_resume_points",
             "promoted_chunks", "promoted_bytes",
         ):  # fmt: skip
             yield name, getattr(stats.counters, name)
