@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 
 from kvloft.arena import Arena, ClassUse
 from kvloft.catalog.catalog import Catalog, Counters, Store
+from kvloft.catalog.holds import Holds
 from kvloft.catalog.policies import EvictionPolicy, Use
 from kvloft.catalog.sightings import NO_VISIT, Visit
 from kvloft.catalog.tree import NONE, READY, ROOT
 from kvloft.errors import TransferError
+from kvloft.hints import NO_HINTS, Hints, parse_hints
 from kvloft.jobs import Copy, Job, Part
 from kvloft.keys import Keys
 from kvloft.lower import LowerTier, Promoter, PromotionCounters, Shelf, Wait, WriteCounters, Writer
@@ -48,6 +50,7 @@ NULL_BLOCK = 0
 class _Request:
     keys: Keys
     prompt_tokens: int
+    hints: Hints = NO_HINTS
     visit: Visit | None = None
     """What is known of the prompt's prefixes; ``None`` until it has been looked up."""
     seen: int = 0
@@ -123,6 +126,12 @@ class Stats:
     """Requests that were computed in order to compare."""
     compared_chunks: int = 0
     canary_differences: int = 0
+    ignored_hints: int = 0
+    pins: int = 0
+    """Prefixes that a hint keeps in memory."""
+    pinned_bytes: int = 0
+    """Of these; what several share counts for each."""
+    refused_pins: int = 0
     classes: tuple[ClassUse, ...] = field(default=())
     promotions: PromotionCounters = field(default_factory=PromotionCounters)
     tiers: tuple[LowerStats, ...] = field(default=())
@@ -174,6 +183,8 @@ class Loft:
             Writer(shelf, self.catalog, bytes_of, seals, self._rotten) for shelf in self._shelves
         ]
         self.promoter = Promoter(self._shelves, self.catalog, bytes_of, self._publish, clock, seals)
+        self._holds = Holds(self.catalog)
+        self._ignored_hints = 0
         self._arena = arena
         self._ranks = ranks
         self._resume_interval = resume_interval
@@ -198,22 +209,41 @@ class Loft:
 
     # ---------------------------------------------------------------- requests
 
-    def track(self, request: str, keys: Keys, prompt_tokens: int) -> None:
-        """Make a request known; a second call for the same id changes nothing."""
-        if request not in self._requests:
-            self._requests[request] = _Request(keys, prompt_tokens)
+    def track(self, request: str, keys: Keys, prompt_tokens: int, params: object = None) -> None:
+        """Make a request known; a second call for the same id changes nothing. ``params``: in which
+        there may be hints (:mod:`kvloft.hints`)."""
+        if request in self._requests:
+            return
+        hints, complaints = parse_hints(params)
+        for complaint in complaints:
+            self._ignored_hints += 1
+            self._tell("hint", f"a request's hint is ignored: {complaint}")
+        if hints.max_offload_tokens is not None:
+            prompt_tokens = min(prompt_tokens, hints.max_offload_tokens)
+        self._requests[request] = _Request(keys, prompt_tokens, hints)
 
     def forget(self, request: str) -> None:
         """A request has ended. Its loads and stores under way go on and are reported as ever."""
         if (state := self._requests.pop(request, None)) is not None:
             self._end_lease(state)
+            if state.hints.pin_seconds:
+                depth = max(state.seen, state.resumed) // self.plan.tokens_per_chunk
+                self._holds.add(state.keys, depth, state.hints.pin_seconds, self._next_job)
 
     def wants(self, request: str, reach: int) -> bool:
         """Whether :meth:`begin_store` has anything to decide at ``reach`` tokens. Cheap."""
         state = self._requests[request]
-        if self._prompt_only and reach > state.prompt_tokens:
-            reach = state.prompt_tokens
+        reach = self._reach(state, reach)
         return reach - state.seen >= self.plan.tokens_per_chunk and state.may_store
+
+    def _reach(self, state: _Request, reach: int) -> int:
+        """Tokens up to which a request may be stored."""
+        hints = state.hints
+        if hints.do_not_store:
+            return 0
+        if self._prompt_only:
+            return min(reach, state.prompt_tokens)
+        return reach if hints.max_offload_tokens is None else min(reach, hints.max_offload_tokens)
 
     def matched(self, request: str) -> int:
         """The boundary (tokens) that the last :meth:`match` has pinned; 0 for none."""
@@ -243,8 +273,11 @@ class Loft:
         if state.visit is None:
             chunks = min(tokens, state.prompt_tokens) // size
             state.visit = self.catalog.visit(state.keys, chunks)
-        if not (state.may_load and self.loading):
+            state.visit.factor = state.hints.factor
+        if not (state.may_load and self.loading) or state.hints.do_not_load:
             return 0
+        if (most := state.hints.max_load_tokens) is not None:
+            tokens = min(tokens, computed + most + 1)
         self.version += 1
         found = self.catalog.match(state.keys, tokens - 1, computed, state.visit)
         state.branch = max(found.branch, state.visit.branch * size)
@@ -365,7 +398,7 @@ class Loft:
         """
         state = self._requests[request]
         size = self.plan.tokens_per_chunk
-        limit = (min(reach, state.prompt_tokens) if self._prompt_only else reach) // size
+        limit = self._reach(state, reach) // size
         if limit * size <= state.seen or not state.may_store:
             return None
         visit = state.visit or NO_VISIT
@@ -702,6 +735,9 @@ class Loft:
     def step(self) -> None:
         """Take note of what lower tiers have done, and give them more to do. Call it in each step
         of the engine."""
+        self._holds.step(
+            self._clock(), self._store_order[0] if self._store_order else self._next_job
+        )
         if self._shelves:
             busy = self.promoter.step()
             for writer in self._writers:
@@ -753,11 +789,16 @@ class Loft:
             state.seen = state.resumed = state.branch = 0
             state.may_store = False
             state.wait = None
+        self._holds.release()
         self.promoter.reset()
         salt = os.urandom(16)
         for shelf in self._shelves:
             shelf.rename(salt)
         self.catalog.reset()
+
+    def release_pins(self) -> None:
+        """End what requests have pinned by hints."""
+        self._holds.release()
 
     def stats(self) -> Stats:
         """A snapshot."""
@@ -784,6 +825,10 @@ class Loft:
             load_pauses=self._load_pauses,
             canaries=self._canaries,
             compared_chunks=self._compared_chunks,
+            ignored_hints=self._ignored_hints,
+            pins=len(self._holds),
+            pinned_bytes=self._holds.held_bytes,
+            refused_pins=self._holds.refused,
             canary_differences=self._canary_differences,
             classes=uses,
             promotions=self.promoter.counters,

@@ -290,7 +290,8 @@ def _tail(geometry: Geometry, chunks: int, requests: int) -> Result:
         store_all(loft, f"fill {number}", prompt)
         recent.append(prompt)
         number += 1
-    while not loft.stats().counters.evicted_chunks:
+    counters = loft.stats().counters
+    while not (counters.evicted_chunks or counters.declined_stores):
         store_all(loft, f"fill {number}", Prompt(rng, 32_000))
         number += 1
     gc.collect()

@@ -69,6 +69,9 @@ class Visit:
     branch: int = 0
     """Depth (chunks) at which prompts are known to part; 0 for none."""
 
+    factor: float = 1.0
+    """By how much this prompt's prefixes are worth more than others'."""
+
     @property
     def known(self) -> int:
         """The deepest known boundary (chunks)."""
@@ -89,7 +92,7 @@ class Visit:
         """What to tell a policy of the prefix that is ``depth`` chunks long."""
         at = bisect_left(self.depths, depth)
         group = self.groups[at] if at < len(self.groups) else self.new_group
-        return Use(int.from_bytes(key[:8], "little"), seen_of(group), group, worth)
+        return Use(int.from_bytes(key[:8], "little"), seen_of(group), group, worth * self.factor)
 
 
 NO_VISIT = Visit()

@@ -663,7 +663,10 @@ class Stress:
         text = vary(text, rng, unit, longest)
         generate = rng.choice([1, 2, 5, rng.randrange(1, 2 * unit), 3 * unit])
         generate = min(generate, options.max_model_len - len(text))
-        name = self.rig.submit(text, generate, salt=salt, priority=rng.randrange(3))
+        params = random_hints(rng, unit) if rng.random() < 0.2 else None
+        name = self.rig.submit(
+            text, generate, salt=salt, priority=rng.randrange(3), params=params
+        )  # fmt: skip
         sequence = _Sequence(
             [], np.zeros(options.max_model_len + options.drafts + 2, dtype=np.uint64),
             seed=hash_of(salt),
@@ -757,6 +760,7 @@ class Stress:
 
     def _look_for_leftovers(self) -> None:
         loft = self.loft
+        loft.release_pins()
         lower, hanging = self.hands.lower, self.hands.hanging
         for _ in range(10_000):
             for tier in hanging:
@@ -792,6 +796,20 @@ class Stress:
             raise StressError("a canary has differed")
         self.loft.reset()
         audit.check_empty(self.loft.catalog)
+
+
+def random_hints(rng: random.Random, unit: int) -> dict[str, Any]:
+    """What a request may say in its ``kv_transfer_params``, right and wrong."""
+    choices: dict[str, Sequence[Any]] = {
+        "do_not_store": (True, False, "no"),
+        "do_not_load": (True, False),
+        "max_load_tokens": (0, unit, 3 * unit + 1, -1),
+        "max_offload_tokens": (0, unit, 2 * unit + 1, True),
+        "priority": (-2, 2, 9),
+        "pin_seconds": (0.001, 3600, float("nan")),
+        "somebody_else's": ("business",),
+    }
+    return {key: rng.choice(choices[key]) for key in rng.sample(list(choices), 2)}
 
 
 def hash_of(salt: str | None) -> int:

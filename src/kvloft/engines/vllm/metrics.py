@@ -83,6 +83,11 @@ METRICS: dict[str, Metric] = {
     "canaries": _counter("Requests computed in order to compare, instead of restored."),
     "compared_chunks": _counter("Chunks compared with what such requests computed."),
     "canary_differences": _counter("Such requests that computed other numbers; loading is off."),
+    # What requests ask for.
+    "ignored_hints": _counter("Hints in kv_transfer_params that were wrong and so ignored."),
+    "pins": _gauge("Prefixes that a request's hint keeps in host memory."),
+    "pinned_bytes": _gauge("Bytes of these; what several share counts for each."),
+    "refused_pins": _counter("Pins that would hold too much, or for which nothing was there."),
     # What is in host memory.
     "dropped_stores": _counter("Chunks or resume points not stored as no room could be made."),
     "declined_stores": _counter("The same, as all that is held is worth more."),
@@ -230,7 +235,8 @@ class SchedulerMeter:
         stats = self._loft.stats()
         for name in (
             "lookups", "hits", "restored_tokens", "forgotten_chunks", "load_pauses", "canaries",
-            "compared_chunks", "canary_differences", "budget_bytes", "live_bytes", "slab_bytes",
+            "compared_chunks", "canary_differences", "ignored_hints", "pins", "pinned_bytes",
+            "refused_pins", "budget_bytes", "live_bytes", "slab_bytes",
             "chunks", "resume_points", "pending_stores", "pending_loads",
         ):  # fmt: skip
             yield name, getattr(stats, name)

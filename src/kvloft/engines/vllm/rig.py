@@ -505,15 +505,24 @@ class Rig:
     # ---------------------------------------------------------------- what a user can do
 
     def submit(
-        self, tokens: Sequence[int], generate: int, *, salt: str | None = None, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        generate: int,
+        *,
+        salt: str | None = None,
+        priority: int = 0,
+        params: dict[str, Any] | None = None,
     ) -> str:
-        """A new request's id."""
+        """A new request's id. ``params``: its ``kv_transfer_params``."""
         self._numbers += 1
         name = f"r{self._numbers}"
         request, _ = self.core.preprocess_add_request(
             EngineCoreRequest(
                 request_id=name, prompt_token_ids=list(tokens), mm_features=None,
-                sampling_params=SamplingParams(max_tokens=generate, ignore_eos=True),
+                sampling_params=SamplingParams(
+                    max_tokens=generate, ignore_eos=True,
+                    extra_args={"kv_transfer_params": params} if params else None,
+                ),
                 pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=salt,
                 data_parallel_rank=None, priority=priority,
             )

@@ -92,7 +92,8 @@ class SchedulerHalf:
         def key(boundary: int) -> bytes:
             return bytes(hashes[boundary // size - 1])
 
-        self.loft.track(request_id, key, request.num_prompt_tokens)
+        params = request.kv_transfer_params
+        self.loft.track(request_id, key, request.num_prompt_tokens, params)
 
     def _guard(self, call: Callable[[], _T], otherwise: _T) -> _T:
         if self.defect is not None:
