@@ -241,8 +241,8 @@ class SchedulerMeter:
         ):  # fmt: skip
             yield name, getattr(stats, name)
         for name in (
-            "dropped_stores", "declined_stores", "evicted_chunks", "evicted_bytes", "evicted_resume_points",
-            "promoted_chunks", "promoted_bytes",
+            "dropped_stores", "declined_stores", "evicted_chunks", "evicted_bytes",
+            "evicted_resume_points", "promoted_chunks", "promoted_bytes",
         ):  # fmt: skip
             yield name, getattr(stats.counters, name)
         yield "loading_enabled", int(stats.loading)
