@@ -11,7 +11,7 @@ import numpy as np
 
 from kvloft.errors import ConfigError
 from kvloft.plan import ChunkPlan
-from kvloft.replay.bounds import block_optimum, resume_bound
+from kvloft.replay.bounds import resume_bound
 from kvloft.replay.driver import Run, Setting, replay
 from kvloft.replay.trace import Trace, boundary_ids, fitted
 
@@ -160,13 +160,9 @@ def everything(trace: Trace, plan: ChunkPlan, first: int) -> float:
 
 
 def bound(trace: Trace, plan: ChunkPlan, budget: int, first: int) -> Result:
-    """What no policy can exceed with a budget."""
-    size = plan.tokens_per_chunk
-    if plan.has_resume_points:
-        rate = resume_bound(trace, plan, budget, measured_from=first)
-        return {"budget_bytes": budget, "token_hit_rate": rate, "kind": "upper bound"}
-    prompts = [boundary_ids(r, trace.tokens_per_block, size) for r in trace.requests]
-    hits = block_optimum(prompts, budget // plan.full_chunk_bytes)
-    asked = sum(r.prompt_tokens for r in trace.requests[first:])
-    rate = sum(hits[first:]) * size / max(1, asked)
-    return {"budget_bytes": budget, "token_hit_rate": rate, "kind": "optimum"}
+    """What no policy can exceed; what can be reached at best, where no resume points are needed."""
+    return {
+        "budget_bytes": budget,
+        "token_hit_rate": resume_bound(trace, plan, budget, measured_from=first),
+        "kind": "upper bound" if plan.has_resume_points else "optimum",
+    }

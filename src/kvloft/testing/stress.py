@@ -128,6 +128,11 @@ class StressTotals:
     load_pauses: int = 0
     canaries: int = 0
     compared_chunks: int = 0
+    ignored_hints: int = 0
+    """Of those wrong ones that were sent along on purpose."""
+    pinned: int = 0
+    """Prefixes that were pinned by hints at the end."""
+    declined_stores: int = 0
     audits: int = 0
     seconds: float = 0.0
     scheduler_seconds: float = 0.0
@@ -760,6 +765,7 @@ class Stress:
 
     def _look_for_leftovers(self) -> None:
         loft = self.loft
+        self.totals.pinned = loft.stats().pins
         loft.release_pins()
         lower, hanging = self.hands.lower, self.hands.hanging
         for _ in range(10_000):
@@ -791,6 +797,8 @@ class Stress:
         totals.load_pauses = stats.load_pauses
         totals.broken_calls = sum(tier.broken_calls for tier in stats.tiers)
         totals.failed_promotions = stats.promotions.failed_chunks
+        totals.ignored_hints = stats.ignored_hints
+        totals.declined_stores = stats.counters.declined_stores
         totals.canaries, totals.compared_chunks = stats.canaries, stats.compared_chunks
         if stats.canary_differences:
             raise StressError("a canary has differed")

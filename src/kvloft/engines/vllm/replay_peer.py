@@ -1,7 +1,7 @@
 """A request trace through vLLM's own offloading: its scheduler half, spec, manager and policies.
 
-What decides is vLLM's code alone: ``build_offloading_config`` and ``CPUOffloadingSpec`` say how many
-slots a budget has, ``OffloadingConnectorScheduler`` looks up, loads and stores,
+What decides is vLLM's code alone: ``build_offloading_config`` and ``CPUOffloadingSpec`` say how
+many slots a budget has, ``OffloadingConnectorScheduler`` looks up, loads and stores, and
 ``CPUOffloadingManager`` evicts. Here is what these read from an engine, as little as they ask for:
 block tables, steps of a prompt, answers of workers that are always done. Requests come one after
 the other, and the engine's own cache holds nothing, so that every hit is the offloading's.
@@ -59,7 +59,6 @@ STEP_TOKENS = 8192
 _MEMORY = 1 << 44
 """Bytes of a GPU that is never filled; only what one block of it takes matters."""
 _IDS_PER_GROUP = 1 << 24
-_MEASURED_DEFAULT = 2
 
 
 class _Spec(CPUOffloadingSpec):
@@ -101,7 +100,7 @@ class _Request:
         return self.num_prompt_tokens
 
     def is_finished(self) -> bool:
-        return RequestStatus.is_finished(self.status)
+        return bool(RequestStatus.is_finished(self.status))
 
 
 @dataclass(slots=True)
@@ -268,7 +267,7 @@ class VLLMManager:
                 self.evicted_chunks += len(out.evicted_keys)
             return out
 
-        manager.prepare_store = counted  # type: ignore[method-assign]
+        manager.prepare_store = counted
 
     @property
     def held_slots(self) -> int:
@@ -288,8 +287,11 @@ class VLLMManager:
         computes again (``Scheduler._update_waiting_for_remote_kv``).
         """
         self._served += 1
-        request = _Request(str(self._served), _names(request_ids), prompt_tokens)
+        # Keys are made below; only states are stored under hashes that are looked up again.
+        hashes = _names(request_ids) if self._states else []
+        request = _Request(str(self._served), hashes, prompt_tokens)
         self._call(self._scheduler.on_new_request, request)
+        self._make_keys(request, request_ids)
         found, _ = self._call(self._scheduler.get_num_new_matched_tokens, request, 0)
         if found:
             self._load(request, found)
@@ -300,6 +302,20 @@ class VLLMManager:
         self._call(self._scheduler.request_finished, request)
         self._run(_Step(finished_req_ids=(request.request_id,)))
         return restored
+
+    def _make_keys(self, request: _Request, ids: NDArray[np.int64]) -> None:
+        """What ``RequestOffloadState.update_offload_keys`` would make, ten times as fast; it finds
+        nothing left to do. A prompt has thousands of keys where blocks have four tokens."""
+        status = self._scheduler._req_status[request.request_id]
+        positions = status.req_context._offload_key_positions
+        for config, state in zip(
+            self._scheduler.config.kv_group_configs, status.group_states, strict=True
+        ):
+            ends = ids[config.hashes_per_chunk - 1 :: config.hashes_per_chunk]
+            state.offload_keys = _names(ends, config.group_idx)
+            size = config.tokens_per_chunk
+            ends_at = range(size, len(ends) * size + 1, size)
+            positions.update(zip(state.offload_keys, ends_at, strict=True))
 
     def _load(self, request: _Request, found: int) -> None:
         """Blocks as ``allocate_new_computed_blocks`` leaves them: null where a window has passed
@@ -319,11 +335,11 @@ class VLLMManager:
     def _compute(self, request: _Request) -> None:
         """The steps of a prompt, from what was restored to its end."""
         done, name = request.num_computed_tokens, request.request_id
-        tables = self._tables(done)
+        tables, stored = self._tables(done), self._stored(request)
         is_new = True
         while done < request.num_prompt_tokens:
             end = self._step(done, request.num_prompt_tokens)
-            fresh = tuple(self._extend(tables, end))
+            fresh = tuple(self._extend(tables, stored, end))
             step = _Step({name: end - done})
             if is_new:
                 step.scheduled_new_reqs = (SimpleNamespace(req_id=name, block_ids=tuple(tables)),)
@@ -346,13 +362,30 @@ class VLLMManager:
             tables.append([0] * first + list(range(start + first, start + end)))
         return tables
 
-    def _extend(self, tables: list[list[int]], end: int) -> Iterable[list[int]]:
+    def _stored(self, request: _Request) -> list[Sequence[bool]]:
+        """Of each group, which chunks of the prompt vLLM's mask lets it store."""
+        out: list[Sequence[bool]] = [()] * len(self.geometry.groups)
+        for config in self._scheduler.config.kv_group_configs:
+            chunks = request.num_prompt_tokens // config.tokens_per_chunk
+            mask = None
+            if not config.is_eagle_group:
+                mask = self._scheduler._reachable_store_block_mask(config, 0, chunks, chunks, ())
+            if mask is None or not chunks:
+                out[config.group_idx] = [True] * chunks
+            else:
+                each = np.asarray(np.array(mask).reshape(chunks, -1).any(axis=1))
+                out[config.group_idx] = list(map(bool, each))
+        return out
+
+    def _extend(
+        self, tables: list[list[int]], stored: list[Sequence[bool]], end: int
+    ) -> Iterable[list[int]]:
         """Blocks for a step up to ``end`` tokens. A state group in mode ``align`` gets one, at the
         end, and null ones before it (``MambaManager.allocate_new_blocks``).
 
-        Of the other groups only the last block of each chunk is given a number: it alone decides
-        whether a chunk is stored (``OffloadingConnectorScheduler._build_store_jobs``), and the
-        others would only make the lists for the workers longer.
+        Of the other groups only the last block of a chunk that may be stored is given a number: it
+        alone decides (``OffloadingConnectorScheduler._build_store_jobs``), and more of them would
+        only make the lists for the workers longer.
         """
         for group, table in zip(self.geometry.groups, tables, strict=True):
             start, have = _IDS_PER_GROUP * group.id + 1, len(table)
@@ -362,9 +395,11 @@ class VLLMManager:
                 if fresh:
                     fresh[-1] = start + need - 1
             else:
-                size = self.blocks_per_chunk
-                lasts = range(have // size * size + size - 1, need, size)
-                fresh[lasts.start - have :: size] = range(start + lasts.start, start + need, size)
+                size, mask = self.blocks_per_chunk, stored[group.id]
+                for chunk in range(have // size, min(need // size, len(mask))):
+                    if mask[chunk]:
+                        last = chunk * size + size - 1
+                        fresh[last - have] = start + last
             table.extend(fresh)
             yield fresh
 
@@ -427,10 +462,17 @@ def _step_rule(geometry: Geometry, step_tokens: int) -> Callable[[int, int], int
     return aligned if block else plain
 
 
-def _names(ids: NDArray[np.int64]) -> list[bytes]:
-    """A prefix hash for each id."""
-    named: list[bytes] = ids.astype(">i8").view("V8").tolist()
-    return named
+_NAME = np.dtype([("id", ">i8"), ("group", ">u4")])
+
+
+def _names(ids: NDArray[np.int64], group: int | None = None) -> list[Any]:
+    """A prefix hash for each id; with a group, the key that ``make_offload_key`` makes of it."""
+    named = np.empty(len(ids), dtype=_NAME if group is not None else ">i8")
+    if group is None:
+        named[:] = ids
+    else:
+        named["id"], named["group"] = ids, group
+    return named.view(f"V{named.itemsize}").tolist()
 
 
 @contextmanager
@@ -474,7 +516,7 @@ def replay_vllm(
     """
     manager = VLLMManager(geometry, tokens_per_chunk, budget_bytes, policy)
     total = len(trace.requests)
-    first = total // _MEASURED_DEFAULT if measured_from is None else measured_from
+    first = total // 2 if measured_from is None else measured_from
     size = manager.tokens_per_hash
     asked = restored = hits = 0
     # An engine does the same when it has started, so that the collector looks at what is new alone.
