@@ -139,8 +139,9 @@ class Replayer:
             book = BookTier(setting.disk_bytes)
             tiers.append(LowerTier(book, True, 1e9))
         policy = POLICIES[setting.policy](room_of(plan, setting.budget_bytes))
+        self._arena = Arena(setting.budget_bytes, slab)
         loft = Loft(
-            plan, Arena(setting.budget_bytes, slab), policy, ranks=1,
+            plan, self._arena, policy, ranks=1,
             resume_interval=setting.resume_interval or auto_resume_interval(plan),
             tiers=tiers, memory=memoryview(b""), clock=lambda: self._now,
         )  # fmt: skip
@@ -178,7 +179,9 @@ class Replayer:
         self._call(loft.forget, name)
         while loft.pending:
             self._call(loft.step)
-        run.most_bytes = max(run.most_bytes, loft._arena.used_bytes)
+        run.most_bytes = max(run.most_bytes, self._arena.used_bytes)
+        if self._arena.used_bytes:
+            run.fit = min(run.fit, loft.catalog.live_bytes / self._arena.used_bytes)
         if measured:
             self._count(request, computed, max(0, boundary - computed), nbytes)
 
@@ -249,8 +252,6 @@ def replay(
         if index % every == every - 1 or index == total - 1:
             counts = run.counts
             rate = (counts.engine_tokens + counts.restored_tokens) / max(1, counts.prompt_tokens)
-            if slots := run.loft._arena.used_bytes:
-                run.fit = min(run.fit, run.loft.catalog.live_bytes / slots)
             run.points.append(_Point(index, request.time, run.loft.catalog.held(), rate))
             tell(index + 1, total)
     run.seconds = time.perf_counter() - begun

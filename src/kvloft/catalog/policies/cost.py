@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from kvloft.catalog.policies.lists import Lists
-from kvloft.catalog.uses import Sighting, Use
+from kvloft.catalog.uses import NO_USE, Sighting, Use
 
 _DEMOTED = 0
 
@@ -47,7 +47,7 @@ class CostAware:
     def _reach(self, entry: int) -> None:
         missing = entry + 1 - len(self._level)
         if missing > 0:
-            self._level.extend([_DEMOTED] * missing)
+            self._level.extend([self._list_for(NO_USE.worth)] * missing)
             self._priority.extend([0.0] * missing)
 
     def _list_for(self, gain: float) -> int:
