@@ -39,7 +39,7 @@ class ARC:
         lists = self._lists
         held = entry in lists
         if use is None:
-            lists.append(entry, lists.list_of(entry) if held else _ONCE)
+            lists.append(entry, max(_ONCE, lists.list_of(entry)))
             return
         known = self._names.get(entry) == use.name
         self._names[entry] = use.name

@@ -42,7 +42,7 @@ class S3FIFO:
             self._uses.extend([0] * missing)
         lists = self._lists
         if use is None:
-            lists.append(entry, _SMALL if lists.list_of(entry) < 0 else lists.list_of(entry))
+            lists.append(entry, max(_SMALL, lists.list_of(entry)))
         elif self._names.get(entry) == use.name:
             self._uses[entry] = min(_MAX_USES, self._uses[entry] + 1)
             if lists.list_of(entry) <= _DEMOTED:
