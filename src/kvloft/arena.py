@@ -119,6 +119,13 @@ class Arena:
         """Take back every slot at once."""
         self._reset()
 
+    def allocate_up_to(self, nbytes: int, count: int) -> list[int]:
+        """The offsets of slots for ``nbytes`` bytes each: ``count``, or as many as there are."""
+        slots: list[int] = []
+        while len(slots) < count and (slot := self.allocate(nbytes)) is not None:
+            slots.append(slot)
+        return slots
+
     def allocate(self, nbytes: int) -> int | None:
         """A slot's offset for ``nbytes`` bytes, or ``None`` where there is no room right now."""
         size = nbytes

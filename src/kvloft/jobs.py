@@ -12,18 +12,22 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     group: int
     first: int
-    """Place in the slot, in blocks of this group, of the first block that is moved."""
+    """Place in the first slot, in blocks of this group, of the first block that is moved."""
     block_ids: list[int]
-    """Ids in the engine's pool, one for each block from ``first`` on."""
+    """Ids in the engine's pool, one for each block from ``first`` on, through all slots."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One slot and the engine blocks that it is filled from or that it fills."""
+    """Slots of one class, and the engine blocks that they are filled from or that they fill.
 
-    offset: int
-    """Bytes from the arena's start to the slot."""
+    Several where the chunks follow upon each other: a prompt's full chunks are one copy, so that
+    what describes it takes no time for each chunk.
+    """
+
+    offsets: list[int]
+    """Bytes from the arena's start to each slot."""
     counts: BlockCounts
-    """What the slot holds; gives its layout (:meth:`kvloft.plan.ChunkPlan.layout`)."""
+    """What each slot holds; gives its layout (:meth:`kvloft.plan.ChunkPlan.layout`)."""
     parts: list[Part]
 
 

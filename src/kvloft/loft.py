@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvloft.arena import Arena, ClassUse
-from kvloft.catalog.catalog import Catalog, Counters, Store
+from kvloft.catalog.catalog import Catalog, Chunks, Counters, Store
 from kvloft.catalog.holds import Holds
 from kvloft.catalog.policies import EvictionPolicy, Use
 from kvloft.catalog.sightings import NO_VISIT, Visit
@@ -373,16 +373,16 @@ class Loft:
             if any(table[start:first]) or NULL_BLOCK in table[first : needed.stop]:
                 raise _unlike(group.id, table, range(start, needed.stop), first, boundary)
         copies = []
-        for slot, layout, end, _ in self.catalog.reads(node, computed):
+        for chunks in self.catalog.reads(node, computed):
             parts = []
-            for group_id, blocks in layout.counts:
-                stop = end // groups[group_id].tokens_per_block
-                first = max(stop - blocks, wanted[group_id].start)
+            for group_id, blocks in chunks.layout.counts:
+                stop = chunks.boundary // groups[group_id].tokens_per_block
+                start = stop - blocks * len(chunks.slots)
+                first = max(start, wanted[group_id].start)
                 if first < stop:
-                    ids = list(tables[group_id][first:stop])
-                    parts.append(Part(group_id, first - (stop - blocks), ids))
+                    parts.append(Part(group_id, first - start, list(tables[group_id][first:stop])))
             if parts:
-                copies.append(Copy(slot, layout.counts, parts))
+                copies.append(Copy(chunks.slots, chunks.layout.counts, parts))
         return copies
 
     # ---------------------------------------------------------------- storing
@@ -410,16 +410,18 @@ class Loft:
         stop = min(limit, depth + _MAX_CHUNKS_PER_STORE)
         present = self._full_blocks_present(depth, min(stop, max(worthy, depth)), tables)
         complete = present == stop
-        use, until = self._prospect(state, node, visit), 1 << 62
+        prospect = self._prospect(state, node, visit)
         while depth < present:
-            key = state.keys((depth + 1) * size)
-            if use is None or depth >= until:
-                use, until = visit.use(depth + 1, key), visit.segment(depth + 1)[1]
-            added = self.catalog.add_chunk(store, node, key, use=use)
-            if added < 0:
+            use, until = prospect, present
+            if use is None:
+                use = visit.use(depth + 1, state.keys((depth + 1) * size))
+                until = min(present, visit.segment(depth + 1)[1])
+            keys = [state.keys(end * size) for end in range(depth + 1, until + 1)]
+            added = self.catalog.add_chunks(store, node, keys, use)
+            node, depth = (added or [node])[-1], depth + len(added)
+            if depth < until:
                 complete = False
                 break
-            node, depth = added, depth + 1
         if self.plan.has_resume_points:
             self._add_resumes(store, state, node, min(depth, worthy), tables, states or {})
         state.seen = stop * size if complete else limit * size
@@ -554,11 +556,11 @@ class Loft:
     def _issue_store(self, store: Store, tables: Tables, states: States) -> Job | None:
         copies = []
         for write in store.writes:
-            parts = self._blocks_of(write.layout, write.boundary, write.kind, tables, states)
+            parts = self._blocks_of(write, tables, states)
             if parts is None:  # A chunk without its bytes must not come to be.
                 self._publish(store, cause="blocks")
                 return None
-            copies.append(Copy(write.slot, write.layout.counts, parts))
+            copies.append(Copy(write.slots, write.layout.counts, parts))
         if not copies:
             self._publish(store)
             return None
@@ -567,17 +569,15 @@ class Loft:
         self._store_order.append(job.id)
         return job
 
-    def _blocks_of(
-        self, layout: ChunkLayout, end: int, kind: str, tables: Tables, states: States
-    ) -> list[Part] | None:
-        """Where the engine has the bytes of a whole chunk; ``None`` if it does not have all."""
-        groups, parts = self.plan.geometry.groups, []
-        for group_id, count in layout.counts:
-            if kind == "state":
-                ids = [states.get(end, {}).get(group_id, NULL_BLOCK)]
+    def _blocks_of(self, chunks: Chunks, tables: Tables, states: States) -> list[Part] | None:
+        """Where the engine has the bytes of whole chunks; ``None`` if it does not have all."""
+        groups, parts, end = self.plan.geometry.groups, [], chunks.boundary
+        for group_id, blocks in chunks.layout.counts:
+            if chunks.kind == "state":
+                count, ids = 1, [states.get(end, {}).get(group_id, NULL_BLOCK)]
             else:
-                stop = end // groups[group_id].tokens_per_block
-                ids = list(tables[group_id][stop - count : stop])
+                count, stop = blocks * len(chunks.slots), end // groups[group_id].tokens_per_block
+                ids = list(tables[group_id][max(0, stop - count) : stop])
             if len(ids) < count or NULL_BLOCK in ids:
                 return None
             parts.append(Part(group_id, 0, ids))
@@ -688,14 +688,14 @@ class Loft:
         else:
             chunks = []
         copies = []
-        for slot, layout, end, kind in chunks:
-            blocks = self._blocks_of(layout, end, kind, tables, states or {})
+        for some in chunks:
+            blocks = self._blocks_of(some, tables, states or {})
             if blocks is not None:
-                copies.append(Copy(slot, layout.counts, blocks))
+                copies.append(Copy(some.slots, some.layout.counts, blocks))
         if not copies:
             return None
         self.catalog.pin(node)
-        self._compared_chunks += len(copies)
+        self._compared_chunks += sum(len(copy.offsets) for copy in copies)
         job = self._issue(copies)
         waiting = set(range(self._ranks))
         self._pending[job.id] = _Pending(waiting, node=node, request=request, compares=True)

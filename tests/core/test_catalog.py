@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from tests.effort import examples
 
 from kvloft.arena import Arena
-from kvloft.catalog.catalog import Catalog, Store, room_of
+from kvloft.catalog.catalog import Catalog, Chunks, Store, room_of
 from kvloft.catalog.policies import LRU, POLICIES
 from kvloft.catalog.tree import NONE, READY, ROOT, WRITING
 from kvloft.geometry import Group, Layers, make_geometry
@@ -75,7 +75,7 @@ PLANS: dict[str, ChunkPlan] = {
 @dataclass
 class Pin:
     node: int
-    reads: list[tuple[int, object, int, str]]
+    reads: list[Chunks]
 
 
 class CatalogMachine(RuleBasedStateMachine):
@@ -110,12 +110,14 @@ class CatalogMachine(RuleBasedStateMachine):
         node = tree.deepest(keys(path, self.size), len(path), ready=False)
         depth = tree.depth[node]
         while depth < len(path):
-            self.paths[key(path[: depth + 1])] = path[: depth + 1]
-            use = visit.use(depth + 1, key(path[: depth + 1])) if visit else None
-            added = catalog.add_chunk(store, node, key(path[: depth + 1]), use=use)
-            if added == NONE:
+            stop = data.draw(st.integers(depth + 1, len(path)))
+            ends = [path[:end] for end in range(depth + 1, stop + 1)]
+            self.paths.update((key(end), end) for end in ends)
+            use = visit.use(depth + 1, key(ends[0])) if visit else None
+            added = catalog.add_chunks(store, node, [key(end) for end in ends], use)
+            node, depth = (added or [node])[-1], depth + len(added)
+            if depth < stop:
                 break
-            node, depth = added, depth + 1
         if self.plan.has_resume_points:
             for end in sorted(data.draw(st.sets(st.integers(1, len(path)), max_size=3))):
                 at = tree.find(key(path[:end]))
@@ -282,22 +284,27 @@ class LRUMachine(RuleBasedStateMachine):
             self.used[coldest[:-1]] = max(self.used[coldest[:-1]], recency)
         return True
 
-    @rule(path=st.text("ab", min_size=1, max_size=6))
-    def store(self, path: str) -> None:
+    @rule(path=st.text("ab", min_size=1, max_size=9), at_once=st.integers(1, 9))
+    def store(self, path: str, at_once: int) -> None:
         catalog = self.catalog
         store = catalog.begin()
         node = catalog.tree.deepest(keys(path, 4), len(path), ready=False)
-        for depth in range(catalog.tree.depth[node], len(path)):
-            fits = self.make_room(path[:depth])
-            node = catalog.add_chunk(store, node, key(path[: depth + 1]))
-            assert (node != NONE) == fits
-            if not fits:
-                break
-            if not store.nodes[:-1]:
-                self.use(path[:depth])
-            # Nothing goes while it is being written.
-            self.used[path[: depth + 1]] = 0
-            self.pins[path[: depth + 1]] = self.pins.get(path[: depth + 1], 0) + 1
+        depth, fits = catalog.tree.depth[node], True
+        while fits and depth < len(path):
+            ends = [path[:end] for end in range(depth + 1, min(len(path), depth + at_once) + 1)]
+            fitting = 0
+            for end in ends:
+                if not (fits := self.make_room(end[:-1])):
+                    break
+                fitting += 1
+                if len(end) == catalog.tree.depth[node] + 1 and not store.nodes:
+                    self.use(end[:-1])
+                # Nothing goes while it is being written.
+                self.used[end] = 0
+                self.pins[end] = self.pins.get(end, 0) + 1
+            added = catalog.add_chunks(store, node, [key(end) for end in ends])
+            assert len(added) == fitting
+            node, depth = (added or [node])[-1], depth + len(added)
         if not store.nodes:
             catalog.cancel(store)
             return
@@ -348,13 +355,13 @@ def store_path(catalog: Catalog, path: str, *resumes: int) -> list[int]:
     size = catalog.plan.tokens_per_chunk
     store = catalog.begin()
     node = catalog.tree.deepest(keys(path, size), len(path), ready=False)
-    for depth in range(catalog.tree.depth[node], len(path)):
-        node = catalog.add_chunk(store, node, key(path[: depth + 1]))
-        assert node != NONE
+    missing = [key(path[:end]) for end in range(catalog.tree.depth[node] + 1, len(path) + 1)]
+    added = catalog.add_chunks(store, node, missing)
+    assert len(added) == len(missing)
     for end in resumes:
         assert catalog.add_resume(store, catalog.tree.find(key(path[:end])))
     catalog.end(store, ok=True)
-    return catalog.tree.path(node)
+    return catalog.tree.path((added or [node])[-1])
 
 
 def make(name: str, pages: int) -> Catalog:
@@ -405,7 +412,7 @@ def test_no_room_drops_the_store_and_counts_it() -> None:
     nodes = store_path(catalog, "ab")
     catalog.pin(nodes[1])
     store = catalog.begin()
-    assert catalog.add_chunk(store, ROOT, key("x")) == NONE
+    assert catalog.add_chunks(store, ROOT, [key("x")]) == []
     catalog.cancel(store)
     assert catalog.counters.dropped_stores == 1
     catalog.unpin(nodes[1])
@@ -418,7 +425,7 @@ def test_a_resume_point_without_room_leaves_no_part_of_itself() -> None:
     slab = max(plan.slot_sizes())
     catalog = Catalog(plan, Arena(5 * slab, slab), LRU())
     store = catalog.begin()
-    node = catalog.add_chunk(store, ROOT, key("a"))
+    (node,) = catalog.add_chunks(store, ROOT, [key("a")])
     catalog.pin(node)
     held = catalog.live_bytes
     for _ in range(2):

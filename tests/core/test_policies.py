@@ -64,7 +64,7 @@ class PolicyMachine(RuleBasedStateMachine):
         assume(use.worth > 0)
         for entry in entries:
             self.forget(entry)
-        self.policy.insert_path(entries, [use.name + entry for entry in entries], use)
+        self.policy.insert_path(entries, lambda entry: use.name + entry, use)
         self.held.update(entries)
 
     @rule(entry=ENTRIES)
@@ -112,6 +112,22 @@ class PolicyMachine(RuleBasedStateMachine):
         for entry in met:
             assert entry not in self.policy
             self.forget(entry)
+
+    @rule(entry=ENTRIES, use=USES)
+    def follow(self, entry: int, use: Use) -> None:
+        """What goes with another one goes at once, and nothing else does."""
+        after = self.policy.victim(lambda entry: True, 1)
+        if after is None:
+            return
+        self.forget(after)
+        assume(entry != after)
+        known = {held: held in self.policy for held in self.held}
+        if self.policy.follow(entry, after):
+            assert entry not in self.policy
+            assert not self.demoted
+            self.forget(entry)
+            known.pop(entry, None)
+        assert known == {held: held in self.policy for held in known}
 
     @rule()
     def make_room_for_something_worthless(self) -> None:

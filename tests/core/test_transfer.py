@@ -18,6 +18,7 @@ from kvloft.geometry import Group, Layers, make_geometry
 from kvloft.jobs import Copy, Job, Part
 from kvloft.plan import BlockCounts, ChunkLayout, ChunkPlan
 from kvloft.testing.geometries import plans
+from kvloft.testing.jobs import apart
 from kvloft.testing.pages import PAGES_LAYOUTS, Pages, PagesLayout
 from kvloft.transfer import CpuCopier, check_job
 
@@ -48,7 +49,7 @@ def place_of(plan: ChunkPlan, counts: BlockCounts, rank: int) -> Iterator[tuple[
 
 def naive(plan: ChunkPlan, pages: Pages, arena: Bytes, rank: int, job: Job, *, store: bool) -> None:
     """The job's copies as loops."""
-    for copy in job.copies:
+    for copy in apart(job):
         for group_id, run, at in place_of(plan, copy.counts, rank):
             group = plan.geometry.groups[group_id]
             if store and group.replicated and rank:
@@ -62,7 +63,9 @@ def naive(plan: ChunkPlan, pages: Pages, arena: Bytes, rank: int, job: Job, *, s
                     for layer in range(layers.count):
                         page = pages.views[group_id][before + layer][block]
                         start = (
-                            copy.offset + at + (place * layers.count + layer) * layers.page_bytes
+                            copy.offsets[0]
+                            + at
+                            + (place * layers.count + layer) * layers.page_bytes
                         )
                         for n, index in enumerate(np.ndindex(page.shape)):
                             if store:
@@ -97,8 +100,9 @@ def make_job(plan: ChunkPlan, rng: random.Random) -> tuple[Job, int]:
     """Copies between distinct blocks and slots; and the bytes of the arena."""
     offset, copies, free = PAGE, [], list(range(1, BLOCKS))
     for layout in rng.sample(layouts_of(plan), len(layouts_of(plan))):
-        parts = []
-        for group, blocks in layout.counts:
+        parts, slots = [], rng.choice([1, 1, 2, 3])
+        for group, in_slot in layout.counts:
+            blocks = in_slot * slots
             first = rng.randrange(blocks) if rng.random() < 0.4 else 0
             count = rng.randint(1, blocks - first) if rng.random() < 0.4 else blocks - first
             if count > len(free) or rng.random() < 0.1:
@@ -106,8 +110,10 @@ def make_job(plan: ChunkPlan, rng: random.Random) -> tuple[Job, int]:
             ids = block_ids(rng, count, free)
             free = [block for block in free if block not in ids]
             parts.append(Part(group, first, ids))
-        copies.append(Copy(offset, layout.counts, parts))
-        offset += layout.slot_bytes
+        offsets = [offset + n * layout.slot_bytes for n in range(slots)]
+        rng.shuffle(offsets)
+        copies.append(Copy(offsets, layout.counts, parts))
+        offset += slots * layout.slot_bytes
     return Job(1, copies), offset + PAGE
 
 
@@ -173,7 +179,7 @@ def test_layers_are_joined_however_they_lie(kind: str) -> None:
     ids = [9, 8, 30]
     layout = plan.full_layout
     assert layout is not None
-    job = Job(1, [Copy(PAGE, layout.counts, [Part(0, 0, ids)])])
+    job = Job(1, [Copy([PAGE], layout.counts, [Part(0, 0, ids)])])
     copier = CpuCopier(plan, {0: views}, arena, rank=0)
     copier.store(job)
     right = np.concatenate([views[layer][block].ravel() for block in ids for layer in range(5)])
@@ -201,24 +207,28 @@ PLAN = ChunkPlan(
     8,
 )
 COUNTS = ((0, 2), (2, 4))
-GOOD = Copy(PAGE, COUNTS, [Part(0, 0, [1, 2]), Part(2, 1, [5, 4, 3])])
+GOOD = Copy([PAGE], COUNTS, [Part(0, 0, [1, 2]), Part(2, 1, [5, 4, 3])])
 
 BAD: dict[str, Copy] = {
-    "slot before the arena": Copy(-PAGE, COUNTS, GOOD.parts),
-    "slot behind the arena": Copy(4 * PAGE - 8, COUNTS, GOOD.parts),
-    "more blocks than a chunk": Copy(0, ((0, 3),), []),
-    "no blocks": Copy(0, ((0, 0),), []),
-    "negative blocks": Copy(0, ((0, -1),), []),
-    "unknown group": Copy(0, ((7, 1),), []),
-    "ring group": Copy(0, ((1, 1),), []),
-    "group named twice": Copy(0, ((0, 1), (0, 1)), []),
-    "part of another group": Copy(0, ((0, 2),), [Part(2, 0, [1])]),
-    "empty part of another group": Copy(0, ((0, 2),), [Part(2, 0, [])]),
-    "part before the slot": Copy(0, COUNTS, [Part(0, -1, [1])]),
-    "part behind the slot": Copy(0, COUNTS, [Part(0, 1, [1, 2])]),
-    "null block": Copy(0, COUNTS, [Part(0, 0, [1, 0])]),
-    "negative block": Copy(0, COUNTS, [Part(0, 0, [-1])]),
-    "block behind the pool": Copy(0, COUNTS, [Part(0, 0, [BLOCKS])]),
+    "slot before the arena": Copy([-PAGE], COUNTS, GOOD.parts),
+    "slot behind the arena": Copy([4 * PAGE - 8], COUNTS, GOOD.parts),
+    "second slot behind the arena": Copy([PAGE, 4 * PAGE - 8], COUNTS, GOOD.parts),
+    "second slot before the arena": Copy([PAGE, -8], COUNTS, GOOD.parts),
+    "blocks without a slot": Copy([], COUNTS, GOOD.parts),
+    "part behind the second slot": Copy([0, PAGE], COUNTS, [Part(0, 2, [1, 2, 3])]),
+    "more blocks than a chunk": Copy([0], ((0, 3),), []),
+    "no blocks": Copy([0], ((0, 0),), []),
+    "negative blocks": Copy([0], ((0, -1),), []),
+    "unknown group": Copy([0], ((7, 1),), []),
+    "ring group": Copy([0], ((1, 1),), []),
+    "group named twice": Copy([0], ((0, 1), (0, 1)), []),
+    "part of another group": Copy([0], ((0, 2),), [Part(2, 0, [1])]),
+    "empty part of another group": Copy([0], ((0, 2),), [Part(2, 0, [])]),
+    "part before the slot": Copy([0], COUNTS, [Part(0, -1, [1])]),
+    "part behind the slot": Copy([0], COUNTS, [Part(0, 1, [1, 2])]),
+    "null block": Copy([0], COUNTS, [Part(0, 0, [1, 0])]),
+    "negative block": Copy([0], COUNTS, [Part(0, 0, [-1])]),
+    "block behind the pool": Copy([0], COUNTS, [Part(0, 0, [BLOCKS])]),
 }
 
 

@@ -42,13 +42,14 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(path=st.text("ab", min_size=1, max_size=12))
     def add(self, path: str) -> None:
         """Add what is missing of a path."""
-        for end in range(1, len(path) + 1):
-            if path[:end] not in self.nodes:
-                parent = self.nodes[path[: end - 1]] if end > 1 else ROOT
-                node = self.tree.add(parent, key(path[:end]))
-                assert node not in self.nodes.values()
-                assert self.tree.state[node] == WRITING
-                self.nodes[path[:end]] = node
+        ends = [path[:end] for end in range(1, len(path) + 1)]
+        missing = [end for end in ends if end not in self.nodes]
+        parent = self.nodes.get(path[: len(path) - len(missing)], ROOT)
+        nodes = self.tree.add_path(parent, [key(end) for end in missing])
+        assert len(set(nodes)) == len(missing)
+        assert not set(nodes) & set(self.nodes.values())
+        assert all(self.tree.state[node] == WRITING for node in nodes)
+        self.nodes.update(zip(missing, nodes, strict=True))
 
     @precondition(lambda self: len(self.ready) < len(self.nodes))
     @rule(data=st.data())
@@ -114,7 +115,7 @@ def test_a_lookup_takes_a_logarithmic_number_of_probes(length: int, limit: int) 
     tree = Tree(1)
     parent = ROOT
     for depth in range(1, length + 1):
-        parent = tree.add(parent, depth.to_bytes(4, "little"))
+        parent = tree.add_path(parent, [depth.to_bytes(4, "little")])[0]
     asked = []
 
     def prefix(depth: int) -> bytes:
@@ -130,7 +131,7 @@ def test_a_lookup_takes_a_logarithmic_number_of_probes(length: int, limit: int) 
 def test_ids_are_reused_so_that_memory_follows_what_is_resident() -> None:
     tree = Tree(SIZE)
     for turn in range(50):
-        nodes = [tree.add(ROOT, key(f"{turn} {n}")) for n in range(20)]
+        nodes = [tree.add_path(ROOT, [key(f"{turn} {n}")])[0] for n in range(20)]
         for node in nodes:
             tree.remove(node)
     assert tree.capacity == 21
@@ -139,9 +140,9 @@ def test_ids_are_reused_so_that_memory_follows_what_is_resident() -> None:
 
 def test_a_forgotten_node_is_not_found_and_its_name_is_free() -> None:
     tree = Tree(SIZE)
-    old = tree.add(ROOT, key("a"))
+    old = tree.add_path(ROOT, [key("a")])[0]
     tree.unindex(old)
     assert tree.find(key("a")) == NONE
-    new = tree.add(ROOT, key("a"))
+    new = tree.add_path(ROOT, [key("a")])[0]
     tree.remove(old)
     assert tree.find(key("a")) == new

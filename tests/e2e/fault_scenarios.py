@@ -29,6 +29,7 @@ from kvloft.engines.vllm.trial import (
 )
 from kvloft.errors import TransferError
 from kvloft.testing import audit
+from kvloft.testing.jobs import half as half_of
 from tests.e2e.disk_scenarios import Log, flush
 from tests.e2e.scenarios import arena_memory, leftovers, loft_of, options, random_prompt, settle
 
@@ -80,7 +81,7 @@ def _load_fails_half_way(llm: Any, worker: Any) -> Undo:
     load = worker._copier.load
 
     def half(job: Any) -> None:
-        load(type(job)(job.id, job.copies[: len(job.copies) // 2]))
+        load(half_of(job))
         raise OSError("a copy that fails half-way")
 
     return _with_copier(worker, load=half)

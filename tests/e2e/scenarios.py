@@ -190,8 +190,10 @@ def _restored_bytes(cache: Path, names: tuple[str, ...]) -> Result:
         def pieces(job: Any) -> Any:
             for copy in job.copies:
                 for part in copy.parts:
+                    count = dict(copy.counts)[part.group]
                     for index, block in enumerate(part.block_ids, part.first):
-                        yield (copy.offset, part.group, index), part.group, block
+                        slot, place = divmod(index, count)
+                        yield (copy.offsets[slot], part.group, place), part.group, block
 
         copier = worker._copier
         store, load = copier.store, copier.load

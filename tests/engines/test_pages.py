@@ -63,10 +63,10 @@ def test_blocks_move_between_all_layouts(layout: KVCacheLayout, kernel: int | No
     for view in views:
         view.copy_(torch.randn(view.shape, generator=generator).to(view.dtype))
     before = [view.clone() for view in views]
-    copier.store(Job(1, [Copy(0, counts, [Part(0, 0, [3, 1])])]))
+    copier.store(Job(1, [Copy([0], counts, [Part(0, 0, [3, 1])])]))
     raw.fill_(0x5A)
     # Into other blocks, in the other order.
-    copier.load(Job(2, [Copy(0, counts, [Part(0, 0, [2, 4])])]))
+    copier.load(Job(2, [Copy([0], counts, [Part(0, 0, [2, 4])])]))
     per_block = views[0].shape[0] // BLOCKS
     for view, old in zip(views, before, strict=True):
         for source, target in ((3, 2), (1, 4)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvloft.catalog.catalog import Catalog
+from kvloft.catalog.catalog import Catalog, Chunks
 from kvloft.engines.vllm import setup
 from kvloft.engines.vllm.messages import Orders
 from kvloft.engines.vllm.rig import RIG_MODELS, RigOptions
@@ -193,13 +193,13 @@ def early_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swapped_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two blocks of a part change places."""
+    """Blocks are loaded in the wrong order."""
     real = Loft.begin_load
 
     def begin_load(self: Loft, *arguments: Any) -> Job:
         job = real(self, *arguments)
         copies = [
-            Copy(c.offset, c.counts, [Part(p.group, p.first, p.block_ids[::-1]) for p in c.parts])
+            Copy(c.offsets, c.counts, [Part(p.group, p.first, p.block_ids[::-1]) for p in c.parts])
             for c in job.copies
         ]
         return Job(job.id, copies)
@@ -232,9 +232,9 @@ def stale_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a window are stored in the wrong order."""
     real = Loft._blocks_of
 
-    def blocks_of(self: Loft, layout: Any, end: int, kind: str, *more: Any) -> Any:
-        parts = real(self, layout, end, kind, *more)
-        if parts is None or kind != "window":
+    def blocks_of(self: Loft, chunks: Chunks, *more: Any) -> Any:
+        parts = real(self, chunks, *more)
+        if parts is None or chunks.kind != "window":
             return parts
         return [Part(part.group, part.first, part.block_ids[::-1]) for part in parts]
 

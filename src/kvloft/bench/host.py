@@ -90,9 +90,11 @@ def _measure(case: _Case, total: int, rounds: int) -> Result:
             if copy == "store":
                 copier.store(job)
                 for made in job.copies:
-                    seals.seal(made.offset, layout, 0)
+                    for offset in made.offsets:
+                        seals.seal(offset, layout, 0)
             else:
-                if not all(seals.intact(made.offset, layout, 0) for made in job.copies):
+                offsets = [offset for made in job.copies for offset in made.offsets]
+                if not all(seals.intact(offset, layout, 0) for offset in offsets):
                     raise RuntimeError("a slot has changed by itself")
                 copier.load(job)
 
@@ -158,11 +160,10 @@ def _jobs(
     per_job = max(1, _STEP_BYTES // slot_bytes)
     counts = ((geometry.groups[0].id, per_chunk),)
     for number, first in enumerate(range(0, chunks, per_job)):
-        copies = [
-            Copy(n * slot_bytes, counts, [Part(0, 0, ids[n * per_chunk : (n + 1) * per_chunk])])
-            for n in range(first, min(chunks, first + per_job))
-        ]
-        yield Job(number + 1, copies)
+        stop = min(chunks, first + per_job)
+        offsets = [n * slot_bytes for n in range(first, stop)]
+        part = Part(0, 0, ids[first * per_chunk : stop * per_chunk])
+        yield Job(number + 1, [Copy(offsets, counts, [part])])
 
 
 def lines(result: Result) -> Iterator[str]:

@@ -62,14 +62,15 @@ class Counters:
 
 
 @dataclass(slots=True)
-class Write:
-    """A slot that a store fills, and where its blocks are: all end at ``boundary``."""
+class Chunks:
+    """Chunks of one class, one behind the other: their slots, and where their blocks are."""
 
-    slot: int
+    slots: list[int]
     layout: ChunkLayout
     boundary: int
+    """Tokens: where the last of them ends."""
     kind: str
-    """``full``, ``window`` or ``state``."""
+    """``full``, ``window`` or ``state``; only of full ones there is more than one."""
 
 
 @dataclass(slots=True)
@@ -87,12 +88,12 @@ class Store:
     """A store under way: what it adds to the catalog, and the slots that must be filled for it."""
 
     nodes: list[int] = field(default_factory=list)
-    uses: list[Use | None] = field(default_factory=list)
-    """Of the nodes, where known."""
+    uses: list[tuple[int, Use | None]] = field(default_factory=list)
+    """What is known of the nodes, and of how many of them, one behind the other."""
     resumes: list[int] = field(default_factory=list)
     resume_uses: list[Use | None] = field(default_factory=list)
     pieces: list[tuple[int, int]] = field(default_factory=list)
-    writes: list[Write] = field(default_factory=list)
+    writes: list[Chunks] = field(default_factory=list)
     replaced: list[tuple[bytes, int]] = field(default_factory=list)
     """``(key above, below)``: resume points that are not needed once that below is one."""
     superseded: list[tuple[int, int]] = field(default_factory=list)
@@ -284,8 +285,8 @@ class Catalog:
             if entry not in self.policy:
                 self.policy.insert(entry, None)
 
-    def reads(self, node: int, above: int) -> Iterator[tuple[int, ChunkLayout, int, str]]:
-        """``(slot, layout, boundary, kind)`` of every chunk that a resume at ``node`` reads.
+    def reads(self, node: int, above: int) -> Iterator[Chunks]:
+        """Every chunk that a resume at ``node`` reads.
 
         ``above`` (tokens): full chunks that end there or before are left out.
         """
@@ -299,18 +300,22 @@ class Catalog:
             if column % 2 and not piece.whole:
                 layout = self.plan.whole_layout(piece.window_set)
             boundary = (depth - piece.chunks_back) * size
-            yield self._piece[column][holder], layout, boundary, "window"
+            yield Chunks([self._piece[column][holder]], layout, boundary, "window")
         if (state := self.plan.state_layout) is not None:
-            yield self._state_slot[node], state, depth * size, "state"
+            yield Chunks([self._state_slot[node]], state, depth * size, "state")
 
-    def full_chunks(self, node: int, above: int) -> Iterator[tuple[int, ChunkLayout, int, str]]:
-        """The full chunks among :meth:`reads`."""
-        if (full := self.plan.full_layout) is None:
+    def full_chunks(self, node: int, above: int) -> Iterator[Chunks]:
+        """The full chunks among :meth:`reads`, all in one."""
+        parent, slot, size = self.tree.parent, self._slot, self.plan.tokens_per_chunk
+        depth = self.tree.depth[node]
+        if (full := self.plan.full_layout) is None or depth * size <= above:
             return
-        for step in self.tree.path(node):
-            boundary = self.tree.depth[step] * self.plan.tokens_per_chunk
-            if boundary > above:
-                yield self._slot[step], full, boundary, "full"
+        slots = []
+        for _ in range(depth - above // size):
+            slots.append(slot[node])
+            node = parent[node]
+        slots.reverse()
+        yield Chunks(slots, full, depth * size, "full")
 
     def _needed_pieces(self, node: int) -> Iterator[tuple[Piece, int]]:
         """The window chunks that a resume at ``node`` needs, each with the node it belongs to."""
@@ -375,35 +380,52 @@ class Catalog:
             raise ValueError("only the latest store, and an empty one, can be cancelled")
         self._stores.pop()
 
-    def add_chunk(
-        self, store: Store, parent: int, key: bytes, slot: int = NO_SLOT, use: Use | None = None
-    ) -> int:
-        """Reserve the full chunk that follows ``parent``; ``NONE`` if no room could be made, or
-        none of those there would be worth less.
+    def add_chunks(
+        self, store: Store, parent: int, keys: Sequence[bytes], use: Use | None = None
+    ) -> list[int]:
+        """Reserve the full chunks that follow ``parent``, one below the other; their nodes.
 
-        With a ``slot`` from :meth:`reserve`, the chunk is there already and always added.
+        Fewer than there are ``keys`` where no more room could be made, or where all that is there
+        is worth more.
         """
         layout = self.plan.full_layout
-        if layout is not None and slot < 0:
+        slots = [NO_SLOT] * len(keys)
+        if layout is not None:
             pins = self.tree.pins
             pins[parent] += 1
-            slot = self._allocate(layout, use)
-            if slot < 0:
+            slots = self._allocate(layout, len(keys), use)
+            if not slots:
                 self.unpin(parent)
-                return NONE
+                return []
             pins[parent] -= 1
             # With a child the parent can't go. Its resume point can, and eviction may have met it.
             if self._resume[parent] == READY and 2 * parent + 1 not in self.policy:
                 self.policy.insert(2 * parent + 1, None)
-        node = self.tree.add(parent, key)
-        self._grow(node)
-        self._slot[node] = slot
-        store.nodes.append(node)
-        store.uses.append(use)
-        boundary = self.tree.depth[node] * self.plan.tokens_per_chunk
-        if layout is not None:
-            store.writes.append(Write(slot, layout, boundary, "full"))
-        return node
+        return self._hang(store, parent, keys[: len(slots)], slots, use)
+
+    def adopt_chunk(self, store: Store, parent: int, key: bytes, slot: int) -> int:
+        """Add the full chunk that follows ``parent`` and is there already, in a slot from
+        :meth:`reserve`; :data:`NO_SLOT` on models without full chunks."""
+        return self._hang(store, parent, [key], [slot], None)[0]
+
+    def _hang(
+        self, store: Store, parent: int, keys: Sequence[bytes], slots: list[int], use: Use | None
+    ) -> list[int]:
+        nodes = self.tree.add_path(parent, keys)
+        self._grow()
+        for node, slot in zip(nodes, slots, strict=True):
+            self._slot[node] = slot
+        store.nodes.extend(nodes)
+        store.uses.append((len(nodes), use))
+        if (full := self.plan.full_layout) is not None:
+            size, before = self.plan.tokens_per_chunk, store.writes[-1] if store.writes else None
+            above, boundary = self.tree.depth[parent] * size, self.tree.depth[nodes[-1]] * size
+            if before is not None and before.layout is full and before.boundary == above:
+                before.slots.extend(slots)
+                before.boundary = boundary
+            else:
+                store.writes.append(Chunks(slots, full, boundary, "full"))
+        return nodes
 
     def has_resume(self, node: int) -> bool:
         """Whether ``node`` is a resume point, or becomes one with a store under way."""
@@ -447,12 +469,12 @@ class Catalog:
         if (state := self.plan.state_layout) is not None:
             layouts.append(state)
         for layout in layouts:
-            slots.append(self._allocate(layout, use))
-            if slots[-1] < 0:
+            if not (found := self._allocate(layout, 1, use)):
                 break
+            slots += found
         self.unpin(node)
-        if slots and slots[-1] < 0:
-            for slot, layout in zip(slots[:-1], layouts, strict=False):
+        if len(slots) < len(layouts):
+            for slot, layout in zip(slots, layouts, strict=False):
                 self._release(slot, layout)
             self._resume[node] = FREE
             self._give_back(taken)
@@ -507,11 +529,11 @@ class Catalog:
             self._refs[gap.column][gap.holder] = 1
             store.pieces.append((gap.holder, gap.column))
             self._unpublished.add((gap.holder, gap.column))
-            store.writes.append(Write(slot, gap.layout, gap.boundary, "window"))
+            store.writes.append(Chunks([slot], gap.layout, gap.boundary, "window"))
         if (layout := self.plan.state_layout) is not None:
             self._state_slot[node] = slots[-1]
             boundary = self.tree.depth[node] * self.plan.tokens_per_chunk
-            store.writes.append(Write(slots[-1], layout, boundary, "state"))
+            store.writes.append(Chunks([slots[-1]], layout, boundary, "state"))
         store.resumes.append(node)
         store.resume_uses.append(use)
 
@@ -536,7 +558,8 @@ class Catalog:
         self._stores.popleft()
         if store.abandoned:
             for write in store.writes:
-                self._release(write.slot, write.layout)
+                for slot in write.slots:
+                    self._release(slot, write.layout)
             return
         self._unpublished.difference_update(store.pieces)
         for node in store.nodes:
@@ -552,12 +575,13 @@ class Catalog:
         for key, node in store.replaced:
             if (above := self.tree.find(key)) != NONE and self._resume[above] == READY:
                 self._supersede(store, above, node)
-        nbytes = sum(w.layout.nbytes for w in store.writes)
+        chunks = sum(len(write.slots) for write in store.writes)
+        nbytes = sum(write.layout.nbytes * len(write.slots) for write in store.writes)
         if store.promoted:
-            self.counters.promoted_chunks += len(store.writes)
+            self.counters.promoted_chunks += chunks
             self.counters.promoted_bytes += nbytes
             return
-        self.counters.stored_chunks += len(store.writes)
+        self.counters.stored_chunks += chunks
         self.counters.stored_bytes += nbytes
         self.counters.stored_resume_points += len(store.resumes)
 
@@ -568,26 +592,22 @@ class Catalog:
 
     def _order_chunks(self, store: Store) -> None:
         """Let what a store has added be evicted some day, the deepest first."""
+        stop = len(store.nodes)
+        if not stop:
+            return
         if self.plan.has_resume_points:
             # The others come back into the order with their last dependants.
-            for node, use in zip(store.nodes[-1:], store.uses[-1:], strict=True):
-                self.policy.insert(2 * node, use)
+            self.policy.insert(2 * store.nodes[-1], store.uses[-1][1])
             return
-        entries: list[int] = []
-        names: list[int] = []
-        last: Use | None = None
-        for node, use in zip(reversed(store.nodes), reversed(store.uses), strict=True):
-            if use is not last and last is not None:
-                self.policy.insert_path(entries, names, last)
-                entries, names = [], []
-            last = use
-            if use is None:
-                self.policy.insert(2 * node, NO_USE)
-                continue
-            entries.append(2 * node)
-            names.append(self.tree.name(node))
-        if last is not None:
-            self.policy.insert_path(entries, names, last)
+        for count, use in reversed(store.uses):
+            nodes = store.nodes[stop - count : stop]
+            nodes.reverse()
+            stop -= count
+            entries = [2 * node for node in nodes]
+            self.policy.insert_path(entries, self._name_of, use or NO_USE)
+
+    def _name_of(self, entry: int) -> int:
+        return self.tree.name(entry >> 1)
 
     def _superseded_by(self, node: int) -> int:
         """The nearest resume point above on an unbranched path, which is worth less once ``node``
@@ -634,21 +654,27 @@ class Catalog:
 
     # ---------------------------------------------------------------- memory
 
-    def _grow(self, node: int) -> None:
-        while len(self._slot) <= node:
-            self._slot.append(NO_SLOT)
-            self._resume.append(FREE)
-            self._state_slot.append(NO_SLOT)
-            self._used_whole.append(0)
-            for column in self._piece:
-                column.append(NO_SLOT)
-            for refs in self._refs:
-                refs.append(0)
+    def _grow(self) -> None:
+        missing = self.tree.capacity - len(self._slot)
+        if missing > 0:
+            nowhere = array("q", [NO_SLOT]) * missing
+            for slots in (self._slot, self._state_slot, *self._piece):
+                slots.extend(nowhere)
+            self._resume.extend([FREE] * missing)
+            for numbers in (self._used_whole, *self._refs):
+                numbers.extend([0] * missing)
 
-    def _allocate(self, layout: ChunkLayout, newcomer: Use | None = None) -> int:
-        """A slot, after evicting what must go for it; negative if that did not make room, or if all
+    def _allocate(self, layout: ChunkLayout, count: int, newcomer: Use | None = None) -> list[int]:
+        """Slots, after evicting what must go for them; fewer if that did not make room, or if all
         is worth more than ``newcomer``."""
-        while (slot := self.arena.allocate(layout.slot_bytes)) is None:
+        slots: list[int] = []
+        while True:
+            found = self.arena.allocate_up_to(layout.slot_bytes, count - len(slots))
+            if found:
+                self._count_held(layout, len(found))
+                slots += found
+            if len(slots) == count:
+                return slots
             before = len(self.policy)
             entry = self.policy.victim(self._evictable, self._work_left, newcomer)
             self._work_left -= before - len(self.policy)
@@ -657,12 +683,11 @@ class Catalog:
                     self.counters.declined_stores += 1
                 else:
                     self.counters.dropped_stores += 1
-                return NO_SLOT
+                return slots
             if layout is self.plan.full_layout and not entry & 1 and not self._resume[entry >> 1]:
-                return self._hand_over(entry >> 1, layout)
-            self._evict(entry)
-        self._count_held(layout, 1)
-        return slot
+                slots += self._hand_over(entry >> 1, layout, count - len(slots))
+            else:
+                self._evict(entry)
 
     def _count_held(self, layout: ChunkLayout, change: int) -> None:
         plan = self.plan
@@ -676,12 +701,30 @@ class Catalog:
         """By class: chunks that hold a slot, and their exact bytes."""
         return {name: (chunks, nbytes) for name, (chunks, nbytes) in self._held.items()}
 
-    def _hand_over(self, node: int, layout: ChunkLayout) -> int:
-        """Evict a full chunk for another one, which takes its slot: what a full arena does most."""
-        slot, self._slot[node] = self._slot[node], NO_SLOT
-        self._count_eviction(layout)
-        self._revive(self.tree.remove(node), node)
-        return slot
+    def _hand_over(self, node: int, layout: ChunkLayout, count: int) -> list[int]:
+        """Evict a full chunk, and up to ``count`` that go with it, for others, which take their
+        slots: what a full arena does most. The end of a path goes at once as far as it would one by
+        one."""
+        tree, held, slots = self.tree, self._slot, list[int]()
+        while True:
+            slots.append(held[node])
+            held[node] = NO_SLOT
+            gone, node = node, tree.remove(node)
+            if len(slots) == count or not self._follows(node, gone):
+                break
+        self.counters.evicted_chunks += len(slots)
+        self.counters.evicted_bytes += len(slots) * layout.nbytes
+        self._revive(node, gone)
+        return slots
+
+    def _follows(self, node: int, after: int) -> bool:
+        """Whether ``node`` goes next, now that its last dependant has gone."""
+        if node == ROOT or not self._evictable(2 * node):
+            return False
+        if self.plan.has_resume_points:  # Such a one always does; see :meth:`_revive`.
+            self.policy.remove(2 * node)
+            return True
+        return self.policy.follow(2 * node, 2 * after)
 
     def reserve(self, layouts: Sequence[ChunkLayout]) -> list[int]:
         """Slots that belong to the caller, until it adds them with a store or gives them up.
@@ -691,9 +734,9 @@ class Catalog:
         self._work_left = self._work
         slots: list[int] = []
         for layout in layouts:
-            if (slot := self._allocate(layout)) < 0:
+            if not (found := self._allocate(layout, 1)):
                 break
-            slots.append(slot)
+            slots += found
         return slots
 
     def give_up(self, slot: int, layout: ChunkLayout) -> None:

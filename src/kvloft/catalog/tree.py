@@ -13,7 +13,7 @@ them moves a 256th. vLLM's own manager keeps an ordered dict per block and pays 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvloft.keys import Keys
 
@@ -106,34 +106,50 @@ class Tree:
         gallop(limit, there)
         return best
 
-    def add(self, parent: int, key: bytes) -> int:
-        """A new child of ``parent`` in state WRITING."""
+    def add_path(self, parent: int, keys: Sequence[bytes]) -> list[int]:
+        """New nodes in state WRITING below ``parent``, each the child of the one before."""
+        if not keys:
+            return []
         if not self._key_bytes:
-            self._key_bytes = len(key)
-            self._keys = bytearray(len(key))
-        if self._unused:
-            node = self._unused.pop()
-        else:
-            node = len(self.state)
-            for column in (self.depth, self.parent, self.first_child, self._next, self._prev):
-                column.append(NONE)
-            self.state.append(FREE)
-            self.pins.append(0)
-            self._keys.extend(bytes(self._key_bytes))
-        self.state[node] = WRITING
-        self.depth[node] = self.depth[parent] + 1
-        self.parent[node] = parent
-        self.first_child[node] = NONE
-        self.pins[node] = 0
-        sibling = self.first_child[parent]
-        self._next[node], self._prev[node] = sibling, NONE
+            self._key_bytes = len(keys[0])
+            self._keys = bytearray(self._key_bytes)
+        nodes = self._take(len(keys))
+        width, names, index = self._key_bytes, self._keys, self._index
+        first_child, depth = self.first_child, self.depth[parent]
+        above = parent
+        for node, below, key in zip(nodes, [*nodes[1:], NONE], keys, strict=True):
+            depth += 1
+            self.state[node] = WRITING
+            self.depth[node] = depth
+            self.parent[node] = above
+            first_child[node] = below
+            self._next[node] = self._prev[node] = NONE
+            self.pins[node] = 0
+            names[node * width : (node + 1) * width] = key
+            index[key[0]][key] = above = node
+        sibling, first = first_child[parent], nodes[0]
+        self._next[first] = sibling
         if sibling >= 0:
-            self._prev[sibling] = node
-        self.first_child[parent] = node
-        width = self._key_bytes
-        self._keys[node * width : (node + 1) * width] = key
-        self._index[key[0]][key] = node
-        return node
+            self._prev[sibling] = first
+        first_child[parent] = first
+        return nodes
+
+    def _take(self, count: int) -> list[int]:
+        """Ids that are not in use."""
+        again = min(count, len(self._unused))
+        nodes = self._unused[len(self._unused) - again :].tolist()
+        del self._unused[len(self._unused) - again :]
+        nodes.reverse()
+        start, missing = len(self.state), count - again
+        if missing:
+            empty = array("i", [NONE]) * missing
+            for column in (self.depth, self.parent, self.first_child, self._next, self._prev):
+                column.extend(empty)
+            self.state.extend([FREE] * missing)
+            self.pins.extend([0] * missing)
+            self._keys.extend(bytes(self._key_bytes * missing))
+            nodes += range(start, start + missing)
+        return nodes
 
     def key(self, node: int) -> bytes:
         """The hash that names ``node``."""

@@ -417,7 +417,7 @@ class Promoter:
                 break
             there = tree.find(key)
             if there == NONE:
-                there = catalog.add_chunk(store, node, key, read.slot if read else NO_SLOT)
+                there = catalog.adopt_chunk(store, node, key, read.slot if read else NO_SLOT)
                 left.pop((key, FULL), None)
             node = there
         self._adopt_resume(part, left, store)

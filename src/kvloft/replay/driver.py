@@ -204,7 +204,7 @@ class Replayer:
             tables.append([0] * first + self._blocks[: max(0, needed.stop - first)])
         job = self._call(self.run.loft.begin_load, name, computed, tables)
         self._report(job)
-        return sum(self._plan.layout(copy.counts).nbytes for copy in job.copies)
+        return sum(self._plan.layout(copy.counts).nbytes * len(copy.offsets) for copy in job.copies)
 
     def _store(self, name: str, start: int, end: int) -> None:
         loft, setting, plan = self.run.loft, self._setting, self._plan

@@ -109,7 +109,7 @@ def check(catalog: Catalog, reserved: Sequence[tuple[int, ChunkLayout]] = ()) ->
     owned = [(h.slot, h.layout) for h in held(catalog)] + list(reserved)
     for store in catalog._stores:
         if store.abandoned:
-            owned.extend((write.slot, write.layout) for write in store.writes)
+            owned.extend((slot, write.layout) for write in store.writes for slot in write.slots)
     end = 0
     for slot, layout in sorted(owned, key=lambda item: item[0]):
         expect(slot >= end, f"slots overlap at {slot}")

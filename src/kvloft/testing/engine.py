@@ -546,11 +546,13 @@ class Engine:
                 self.totals.failed_stores += 1
                 for copy in job.copies:
                     layout = self.plan.layout(copy.counts)
-                    self.memory[copy.offset : copy.offset + layout.nbytes] = 0xEE
+                    for offset in copy.offsets:
+                        self.memory[offset : offset + layout.nbytes] = 0xEE
             self._work.append(_RankWork(job, rank, None, done=True, ok=ok))
         for copy in job.copies:
-            end = copy.offset + self.plan.layout(copy.counts).nbytes
-            before[copy.offset : end] = self.memory[copy.offset : end]
+            nbytes = self.plan.layout(copy.counts).nbytes
+            for offset in copy.offsets:
+                before[offset : offset + nbytes] = self.memory[offset : offset + nbytes]
         if not np.array_equal(before, self.memory):
             raise EngineError(f"store {job.id} has written outside its slots")
 

@@ -42,6 +42,7 @@ from kvloft.jobs import Job
 from kvloft.loft import Loft
 from kvloft.lower import LowerTier
 from kvloft.testing import audit
+from kvloft.testing.jobs import half
 from kvloft.testing.manual import ManualPlace, ManualTier
 from kvloft.testing.pages import extend_hash
 from kvloft.testing.scenario import VOCABULARY, vary
@@ -315,13 +316,13 @@ class _Copies:
         """Copy, or fail half-way."""
         hands = self._hands
         if hands.rng.random() < hands.faults.store_error:
-            self._copier.store(_half(job))
+            self._copier.store(half(job))
             raise OSError("a store that fails on purpose")
         self._copier.store(job)
         if hands.rots and hands.rng.random() < hands.faults.rot:
             copy = hands.rng.choice(job.copies)
             layout = hands.plan.layout(copy.counts)
-            hands.rotting.append((copy.offset, layout.nbytes))
+            hands.rotting.append((hands.rng.choice(copy.offsets), layout.nbytes))
 
     def difference(self, job: Job) -> float:
         """As the copier says."""
@@ -337,7 +338,7 @@ class _Copies:
         ids = [block for found in blocks.values() for block in found]
         rank.poison(ids)
         if hands.rng.random() < hands.faults.load_error:
-            self._copier.load(_half(job))
+            self._copier.load(half(job))
             raise OSError("a load that fails on purpose")
         before = rank.rows.copy() if hands.rng.random() < 0.1 else None
         self._copier.load(job)
@@ -348,10 +349,6 @@ class _Copies:
             for group, found in blocks.items():
                 if not rank.padding_intact(group, found):
                     raise StressError(f"load {job.id} has written beside pages of group {group}")
-
-
-def _half(job: Job) -> Job:
-    return Job(job.id, job.copies[: len(job.copies) // 2])
 
 
 class _Loader:

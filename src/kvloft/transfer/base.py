@@ -51,18 +51,20 @@ def check_job(job: Job, plan: ChunkPlan, arena_bytes: int, num_blocks: int) -> N
             if group not in known or group in counts or not 0 < blocks <= known[group]:
                 raise TransferError(f"job {job.id}: a slot with {blocks} blocks of group {group}")
             counts[group] = blocks
-        end = copy.offset + plan.layout(copy.counts).nbytes
-        if copy.offset < 0 or end > arena_bytes:
-            raise TransferError(
-                f"job {job.id}: slot [{copy.offset}, {end}) leaves the arena of {arena_bytes} bytes"
-            )
+        nbytes = plan.layout(copy.counts).nbytes
+        for offset in (min(copy.offsets, default=0), max(copy.offsets, default=0)):
+            if offset < 0 or offset + nbytes > arena_bytes:
+                raise TransferError(
+                    f"job {job.id}: slot [{offset}, {offset + nbytes}) leaves the arena of "
+                    f"{arena_bytes} bytes"
+                )
         for part in copy.parts:
-            blocks = counts.get(part.group, 0)
+            blocks = counts.get(part.group, 0) * len(copy.offsets)
             stop = part.first + len(part.block_ids)
             if part.group not in counts or part.first < 0 or stop > blocks:
                 raise TransferError(
                     f"job {job.id}: blocks {part.first} to {stop} of group {part.group} leave "
-                    f"a slot of {blocks}"
+                    f"slots of {blocks}"
                 )
             if part.block_ids and not (
                 min(part.block_ids) > 0 and max(part.block_ids) < num_blocks

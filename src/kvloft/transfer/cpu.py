@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from kvloft.errors import TransferError
 from kvloft.jobs import Job
-from kvloft.plan import BlockCounts, ChunkPlan
+from kvloft.plan import ChunkPlan
 from kvloft.transfer.base import PageViews, check_job
 from kvloft.transfer.likeness import unlike
+from kvloft.transfer.moves import Mover
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -32,11 +33,6 @@ class _Strip:
     run_layers: int
     """Layers of the run; where the strip has them all, its pages lie one behind the other."""
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes that one block of the whole run takes in a slot."""
-        return self.run_layers * int(self.pages[0, 0].nbytes)
-
     def rows(self, slots: Bytes, blocks: int) -> Bytes:
         """The strip's part of memory that holds ``blocks`` blocks of the run."""
         _, layers, *page = self.pages.shape
@@ -46,17 +42,6 @@ class _Strip:
         return whole[:, self.first : self.first + layers]
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One strip's place in a slot."""
-
-    strip: int
-    """Index into the copier's strips."""
-    offset: int
-    block_bytes: int
-    shared: bool
-
-
 class CpuCopier:
     """One rank's :class:`kvloft.transfer.Copier`; copies are done when a call returns."""
 
@@ -64,9 +49,9 @@ class CpuCopier:
         """``arena``: the mapping's memory. Raises :class:`TransferError` where views do not fit."""
         self._plan = plan
         self._arena = arena
-        self._rank = rank
-        self._strips: list[_Strip] = []
-        self._strips_of: dict[tuple[int, int], range] = {}
+        self._mover = Mover(plan, rank)
+        self._strips: dict[tuple[int, int], list[_Strip]] = {}
+        """By group and run of layers."""
         sizes = set()
         for group in plan.geometry.cacheable:
             layers = list(views.get(group.id, ()))
@@ -85,88 +70,50 @@ class CpuCopier:
                             f"geometry has {run.page_bytes}"
                         )
                     sizes.add(len(view))
-                first = len(self._strips)
-                self._strips.extend(_merge(own))
-                self._strips_of[group.id, index] = range(first, len(self._strips))
+                self._strips[group.id, index] = list(_merge(own))
         if len(sizes) != 1:
             raise TransferError(f"pages of pools of different lengths: {sorted(sizes)}")
         self._num_blocks = sizes.pop()
-        self._programs: dict[BlockCounts, dict[int, list[_Step]]] = {}
 
     def store(self, job: Job) -> None:
         """Fill slots from pages."""
         check_job(job, self._plan, len(self._arena), self._num_blocks)
-        for strip, moves in self._moves(job, writes=True):
-            # In the order of the pages: reading on where one has just read is what memory is good
-            # at, and a writer has no such preference. Engines often give ids in falling order.
-            moves.sort()
-            for pages, slots in self._pairs(strip, moves):
-                slots[...] = pages
+        for pages, slots in self._pairs(job, writes=True):
+            slots[...] = pages
 
     def load(self, job: Job) -> None:
         """Fill pages from slots."""
         check_job(job, self._plan, len(self._arena), self._num_blocks)
-        for strip, moves in self._moves(job, writes=False):
-            for pages, slots in self._pairs(strip, moves):
-                pages[...] = slots
+        for pages, slots in self._pairs(job, writes=False):
+            pages[...] = slots
 
     def difference(self, job: Job) -> float:
         """How unlike pages and slots are where they differ most."""
         check_job(job, self._plan, len(self._arena), self._num_blocks)
         most = 0.0
-        for strip, moves in self._moves(job, writes=False):
-            for pages, slots in self._pairs(strip, moves):
-                count = pages.shape[0] * pages.shape[1]
-                most = max(most, unlike(pages.reshape(count, -1), slots.reshape(count, -1)))
+        for pages, slots in self._pairs(job, writes=False):
+            count = pages.shape[0] * pages.shape[1]
+            most = max(most, unlike(pages.reshape(count, -1), slots.reshape(count, -1)))
         return most
 
-    def _moves(self, job: Job, *, writes: bool) -> Iterator[tuple[_Strip, list[tuple[int, int]]]]:
-        """For every strip: which blocks go to, or come from, which offsets in the arena."""
-        moves: dict[int, list[tuple[int, int]]] = {}
-        for copy in job.copies:
-            program = self._programs.get(copy.counts) or self._compile(copy.counts)
-            for part in copy.parts:
-                for step in program[part.group]:
-                    if writes and step.shared and self._rank:
-                        continue  # Rank 0 writes the one copy of what all ranks hold alike.
-                    size = step.block_bytes
-                    at = copy.offset + step.offset + part.first * size
-                    places = range(at, at + len(part.block_ids) * size, size)
-                    moves.setdefault(step.strip, []).extend(
-                        zip(part.block_ids, places, strict=True)
-                    )
-        for index, found in moves.items():
-            yield self._strips[index], found
-
-    def _pairs(self, strip: _Strip, moves: list[tuple[int, int]]) -> Iterator[tuple[Bytes, Bytes]]:
+    def _pairs(self, job: Job, *, writes: bool) -> Iterator[tuple[Bytes, Bytes]]:
         """Pages and their place in slots, of equal shape; neighbours in both become one pair."""
-        size, start, total = strip.block_bytes, 0, len(moves)
-        while start < total:
-            block, at = moves[start]
-            end = start + 1
-            while end < total and moves[end] == (block + end - start, at + (end - start) * size):
-                end += 1
-            blocks = end - start
-            slots = self._arena[at : at + blocks * size]
-            yield strip.pages[block : block + blocks], strip.rows(slots, blocks)
-            start = end
-
-    def _compile(self, counts: BlockCounts) -> dict[int, list[_Step]]:
-        """What to do for each group of a slot with these blocks; made once per class of chunk."""
-        program: dict[int, list[_Step]] = {group: [] for group, _ in counts}
-        for section in self._plan.layout(counts).sections:
-            offset = section.offset + self._rank * section.rank_stride
-            for strip in self._strips_of[section.group, section.run]:
-                program[section.group].append(
-                    _Step(
-                        strip=strip,
-                        offset=offset,
-                        block_bytes=section.count * section.page_bytes,
-                        shared=not section.rank_stride,
-                    )
-                )
-        self._programs[counts] = program
-        return program
+        for move in self._mover.moves(job, writes=writes):
+            ids, places, size = move.ids, move.places, move.block_bytes
+            if writes:
+                # In the order of the pages: reading on where one has just read is what memory is
+                # good at, and a writer has no such preference. Engines often give ids in falling
+                # order.
+                order = np.argsort(ids, kind="stable")
+                ids, places = ids[order], places[order]
+            apart = (np.diff(ids) != 1) | (np.diff(places) != size)
+            edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(ids)]
+            firsts, starts = ids[edges[:-1]].tolist(), places[edges[:-1]].tolist()
+            for strip in self._strips[move.group, move.run]:
+                for n, (block, at) in enumerate(zip(firsts, starts, strict=True)):
+                    blocks = edges[n + 1] - edges[n]
+                    slots = self._arena[at : at + blocks * size]
+                    yield strip.pages[block : block + blocks], strip.rows(slots, blocks)
 
 
 def _merge(views: Sequence[Bytes]) -> Iterator[_Strip]:

@@ -53,9 +53,9 @@ class Adaptive:
         for order in self._orders:
             order.insert(entry, use)
 
-    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
+    def insert_path(self, entries: Sequence[int], name_of: Callable[[int], int], use: Use) -> None:
         for order in self._orders:
-            order.insert_path(entries, names, use)
+            order.insert_path(entries, name_of, use)
 
     def demote(self, entry: int) -> None:
         for order in self._orders:
@@ -64,6 +64,14 @@ class Adaptive:
     def revive(self, entry: int, after: int) -> None:
         for order in self._orders:
             order.revive(entry, after)
+
+    def follow(self, entry: int, after: int) -> bool:
+        if not self._order.follow(entry, after):
+            return False
+        for order in self._orders:
+            if order is not self._order:
+                order.remove(entry)
+        return True
 
     def remove(self, entry: int) -> None:
         for order in self._orders:

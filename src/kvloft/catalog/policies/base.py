@@ -19,8 +19,8 @@ class EvictionPolicy(Protocol):
         """An entry that is new or was just used. ``None``: neither, it only may go again; what is
         known of it is what was known when it was dropped (see :meth:`victim`)."""
 
-    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
-        """As :meth:`insert` of each, the deepest first, with a name for each; all else is alike."""
+    def insert_path(self, entries: Sequence[int], name_of: Callable[[int], int], use: Use) -> None:
+        """As :meth:`insert` of each, the deepest first; but for the name, all uses are alike."""
 
     def demote(self, entry: int) -> None:
         """``entry`` is worth less than all others: it goes first. Inserts it if not held."""
@@ -28,6 +28,11 @@ class EvictionPolicy(Protocol):
     def revive(self, entry: int, after: int) -> None:
         """The last dependant of ``entry``, ``after``, has been evicted just now, so it may go
         itself: whoever used ``after`` used it as well."""
+
+    def follow(self, entry: int, after: int) -> bool:
+        """The last dependant of ``entry``, ``after``, has been evicted just now: whether ``entry``
+        goes next. If so, it counts as gone; if not, :meth:`revive` is called as ever. May be false
+        although it would go next; it is there to save time with long paths."""
 
     def remove(self, entry: int) -> None:
         """``entry`` is gone; does nothing if it is not held."""

@@ -60,7 +60,7 @@ class CostAware:
             self._gains.append(2 ** (level / 2))
         return which
 
-    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
+    def insert_path(self, entries: Sequence[int], name_of: Callable[[int], int], use: Use) -> None:
         for entry in entries:
             self.insert(entry, use)
 
@@ -75,6 +75,9 @@ class CostAware:
         )
         self._priority[entry] = self._priority[after]
         self._lists.push(entry, self._level[entry])
+
+    def follow(self, entry: int, after: int) -> bool:
+        return False
 
     def remove(self, entry: int) -> None:
         self._lists.remove(entry)

@@ -91,7 +91,7 @@ class Density:
             self._name[entry] = kind << _TIME_BITS | self._reuse.now
         self._entries.append(entry, self._cohort(self._name[entry]))
 
-    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
+    def insert_path(self, entries: Sequence[int], name_of: Callable[[int], int], use: Use) -> None:
         self._reach(max(entries))
         if use.worth <= 0:
             for entry in entries:
@@ -112,10 +112,31 @@ class Density:
     def revive(self, entry: int, after: int) -> None:
         self._reach(max(entry, after))
         self._leave(entry)
+        name = self._name[entry] = self._latest(entry, after)
+        self._entries.push(entry, self._cohort(name))
+
+    def _latest(self, entry: int, after: int) -> int:
+        """The name of ``after``, which ``entry`` was used with, unless its own says more."""
         mine, other = self._name[entry], self._name[after]
         if other & _TIME_MASK >= mine & _TIME_MASK and self._seen(other) >= self._seen(mine):
-            mine = self._name[entry] = other
-        self._entries.push(entry, self._cohort(mine))
+            return other
+        return mine
+
+    def follow(self, entry: int, after: int) -> bool:
+        entries = self._entries
+        if entries.heads[_DEMOTED] >= 0:
+            return False
+        if entry in entries:
+            if (
+                self._lowest == _UNKNOWN
+                or entries.heads[self._cohorts.heads[self._lowest]] != entry
+            ):
+                return False
+            self._leave(entry)
+            return True
+        # It would become the first one of the cohort that has just given the victim.
+        self._reach(max(entry, after))
+        return self._latest(entry, after) == self._name[after]
 
     def remove(self, entry: int) -> None:
         self._leave(entry)

@@ -43,8 +43,10 @@ class Lists:
     def append(self, entry: int, which: int) -> None:
         """Put ``entry`` at the tail of a list, from wherever it is."""
         lists = self._list
-        if entry >= len(lists) or lists[entry] >= 0:
-            self._detach(entry)
+        if entry >= len(lists):
+            self._reach(entry)
+        elif lists[entry] >= 0:
+            self.remove(entry)
         tail = self.tails[which]
         self._prev[entry], self._next[entry] = tail, NONE
         if tail >= 0:
@@ -57,13 +59,33 @@ class Lists:
         self._count += 1
 
     def extend(self, entries: Sequence[int], which: int) -> None:
-        """:meth:`append` each."""
+        """:meth:`append` each; they are different ones."""
+        if not entries:
+            return
+        self._reach(max(entries))
+        before, after, lists = self._prev, self._next, self._list
         for entry in entries:
-            self.append(entry, which)
+            if lists[entry] >= 0:
+                self.remove(entry)
+        tail = self.tails[which]
+        if tail < 0:
+            self.heads[which] = entries[0]
+        for entry in entries:
+            before[entry] = tail
+            if tail >= 0:
+                after[tail] = entry
+            lists[entry] = which
+            tail = entry
+        after[tail] = NONE
+        self.tails[which] = tail
+        self.sizes[which] += len(entries)
+        self._count += len(entries)
 
     def push(self, entry: int, which: int) -> None:
         """Put ``entry`` at the head of a list, from wherever it is."""
-        self._detach(entry)
+        self._reach(entry)
+        if self._list[entry] >= 0:
+            self.remove(entry)
         head = self.heads[which]
         self._prev[entry], self._next[entry] = NONE, head
         if head >= 0:
@@ -95,11 +117,9 @@ class Lists:
         self._count -= 1
         return which
 
-    def _detach(self, entry: int) -> None:
+    def _reach(self, entry: int) -> None:
         missing = entry + 1 - len(self._list)
         if missing > 0:
             self._list.extend([NONE] * missing)
             self._prev.extend([NONE] * missing)
             self._next.extend([NONE] * missing)
-        elif self._list[entry] >= 0:
-            self.remove(entry)

@@ -32,7 +32,7 @@ class LRU:
     def insert(self, entry: int, use: Use | None = None) -> None:
         self._lists.append(entry, _ORDER)
 
-    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
+    def insert_path(self, entries: Sequence[int], name_of: Callable[[int], int], use: Use) -> None:
         self._lists.extend(entries, _ORDER)
 
     def touch(self, entry: int) -> None:
@@ -45,6 +45,14 @@ class LRU:
 
     def revive(self, entry: int, after: int) -> None:
         self._lists.push(entry, _ORDER)
+
+    def follow(self, entry: int, after: int) -> bool:
+        heads = self._lists.heads
+        if heads[_DEMOTED] >= 0:
+            return False
+        if heads[_ORDER] == entry:
+            self._lists.remove(entry)
+        return entry not in self._lists
 
     def remove(self, entry: int) -> None:
         self._lists.remove(entry)

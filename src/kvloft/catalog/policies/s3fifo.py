@@ -55,9 +55,9 @@ class S3FIFO:
                 del self._ghosts[use.name]
             lists.append(entry, _MAIN if known else _SMALL)
 
-    def insert_path(self, entries: Sequence[int], names: Sequence[int], use: Use) -> None:
-        for entry, name in zip(entries, names, strict=True):
-            self.insert(entry, replace(use, name=name))
+    def insert_path(self, entries: Sequence[int], name_of: Callable[[int], int], use: Use) -> None:
+        for entry in entries:
+            self.insert(entry, replace(use, name=name_of(entry)))
 
     def demote(self, entry: int) -> None:
         self._lists.push(entry, _DEMOTED)
@@ -66,6 +66,9 @@ class S3FIFO:
         if entry >= len(self._uses):
             self.insert(entry, None)
         self._lists.push(entry, self._left)
+
+    def follow(self, entry: int, after: int) -> bool:
+        return False
 
     def remove(self, entry: int) -> None:
         self._lists.remove(entry)

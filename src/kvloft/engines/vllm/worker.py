@@ -98,9 +98,10 @@ class WorkerHalf:
         if self._seals is not None:
             plan, seals = self._setup.plan, self._seals
             bad = [
-                copy.offset
+                offset
                 for copy in job.copies
-                if not seals.intact(copy.offset, plan.layout(copy.counts), self._rank)
+                for offset in copy.offsets
+                if not seals.intact(offset, plan.layout(copy.counts), self._rank)
             ]
             if bad:
                 raise CorruptSlotError(bad)
@@ -121,7 +122,8 @@ class WorkerHalf:
             if self._seals is not None:
                 for copy in job.copies:
                     layout = self._setup.plan.layout(copy.counts)
-                    self._seals.seal(copy.offset, layout, self._rank)
+                    for offset in copy.offsets:
+                        self._seals.seal(offset, layout, self._rank)
         except Exception as error:
             # Whatever it was, the engine must not end for want of a cache entry.
             self._faults.add("store", f"a store has failed on rank {self._rank}: {tell(error)}")
