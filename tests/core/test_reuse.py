@@ -6,14 +6,14 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvloft.catalog.reuse import BUCKETS, EDGES, Reuse, bucket_of, index_of
 from kvloft.catalog.sightings import GROUPS, Sightings, group_of, seen_of
 from kvloft.catalog.uses import Sighting
 
-CHANCES = st.lists(st.floats(0, 0.95), min_size=BUCKETS, max_size=BUCKETS)
+CHANCES = st.lists(st.floats(0, 1), min_size=BUCKETS, max_size=BUCKETS)
 
 
 @given(age=st.integers(0, 1 << 20))
@@ -40,8 +40,11 @@ def slowly(chances: list[float]) -> list[float]:
     return out
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(chances=CHANCES)
+@example(chances=[0.95] * BUCKETS)
+@example(chances=[1.0] * BUCKETS)
+@example(chances=[1e-12] * BUCKETS)
 def test_the_index_is_the_best_of_all_waits(chances: list[float]) -> None:
     assert index_of(chances) == pytest.approx(slowly(chances), rel=1e-6)
 

@@ -52,8 +52,8 @@ def bucket_of(age: int) -> int:
 EDGES = [0.0, *(2 ** ((k - 1) / 2) for k in range(1, BUCKETS + 1))]
 _WIDTHS = np.array([max(1.0, EDGES[k + 1] - EDGES[k]) for k in range(BUCKETS)])
 _LATER = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool))
-_CERTAIN = 0.99
-"""Greater chances are taken for this one, so that what is left never vanishes in rounding."""
+_SPANS = np.where(_LATER, _WIDTHS, 0.0) - np.diag(_WIDTHS / 2)
+"""Prompts spent in each bucket (column) from each on (row): the one at hand is half over."""
 
 
 def index_of(chances: Sequence[float]) -> list[float]:
@@ -61,15 +61,15 @@ def index_of(chances: Sequence[float]) -> list[float]:
 
     Per prompt of expected waiting. The bucket at hand is half over on average.
     """
-    coming = np.minimum(np.asarray(chances), _CERTAIN)
-    left = np.concatenate(([1.0], np.cumprod(1 - coming)))
-    # From any age on, both the chance and the waiting are relative to having reached it, which
-    # cancels out in their ratio.
-    waiting = (left[:-1] - left[:-1] * coming / 2) * _WIDTHS
-    waited = np.cumsum(waiting)
-    found = left[:-1, None] - left[None, 1:]
-    during = waited[None, :] - (waited - waiting / 2)[:, None]
-    index: list[float] = np.where(_LATER, found / during, 0.0).max(axis=1).tolist()
+    coming = np.asarray(chances)
+    # A row for each age to start from. Taking differences of one row instead would lose the late
+    # ages in rounding, as next to nothing reaches them.
+    reached = np.ones((BUCKETS, BUCKETS))
+    reached[:, 1:] = np.cumprod(np.where(_LATER, 1 - coming, 1.0), axis=1)[:, :-1]
+    found = np.cumsum(np.where(_LATER, reached * coming, 0.0), axis=1)
+    waited = np.cumsum(reached * (1 - coming / 2) * _SPANS, axis=1)
+    ratios = np.divide(found, waited, out=np.zeros_like(found), where=_LATER)
+    index: list[float] = ratios.max(axis=1).tolist()
     return index
 
 
