@@ -6,7 +6,7 @@ somebody else's, and are left alone.
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -52,9 +52,9 @@ def _priority(value: Any) -> int | None:
 
 
 def _seconds(value: Any) -> float | None:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        return None
-    return float(value) if 0 <= value <= MAX_PIN_SECONDS else None
+    # Neither NaN nor an integer beyond all floats passes the comparison, or fails in it.
+    right = type(value) in (int, float) and 0 <= value <= MAX_PIN_SECONDS
+    return float(value) if right else None
 
 
 _CHECKS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
@@ -68,6 +68,19 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 KEYS = tuple(field.name for field in fields(Hints))
 
 
+_SHORT = reprlib.Repr()
+_MAX_SHOWN = 60
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: short, whatever it is, and without failing."""
+    try:
+        shown = _SHORT.repr(value)
+    except Exception:  # e.g. an integer with too many digits to be printed
+        return f"a value of type {type(value).__name__:.{_MAX_SHOWN}} that can't be shown"
+    return shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
+
+
 def parse_hints(params: object) -> tuple[Hints, list[str]]:
     """The hints in ``kv_transfer_params``, and what is wrong with those that are ignored.
 
@@ -78,15 +91,17 @@ def parse_hints(params: object) -> tuple[Hints, list[str]]:
     known: dict[str, Any] = {}
     complaints = []
     for key in KEYS:
-        value = params.get(key)
+        try:
+            value = params.get(key)
+        except Exception:  # not a plain dictionary, then
+            complaints.append(f"kv_transfer_params[{key!r}] can't be read; write a dictionary")
+            continue
         if value is None:
             continue
         check, allowed = _CHECKS[key]
         found = check(value)
         if found is None:
-            shown = repr(value)
-            shown = shown if len(shown) <= 60 else shown[:57] + "..."
-            complaints.append(f"kv_transfer_params[{key!r}] is {shown}; write {allowed}")
+            complaints.append(f"kv_transfer_params[{key!r}] is {_shown(value)}; write {allowed}")
         else:
             known[key] = found
     return (Hints(**known) if known else NO_HINTS), complaints

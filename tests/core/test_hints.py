@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -22,8 +23,34 @@ from kvloft.testing import audit
 SIZE = 16
 PLAN = ChunkPlan(load("llama-3.1-8b"), SIZE)
 
+HUGE = st.integers(300, 6000).map(lambda digits: (-10) ** digits)
+
+
+class Unshowable:
+    """What only a program that runs vLLM itself can pass."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+    __str__ = __repr__
+
+
+class Unreadable(UserDict[str, Any]):
+    """A mapping that fails when it is read."""
+
+    def get(self, *_: Any) -> Any:
+        raise RuntimeError("no")
+
+
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | HUGE
+    | st.floats()
+    | st.text(max_size=5)
+    | st.text(min_size=200, max_size=300)
+    | st.builds(Unshowable),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=5,
 )
@@ -35,6 +62,7 @@ def test_nothing_that_is_said_raises(params: Any) -> None:
     assert abs(hints.priority) <= 2
     assert 0 <= hints.pin_seconds <= MAX_PIN_SECONDS
     assert hints.max_load_tokens is None or hints.max_load_tokens >= 0
+    assert all(len(complaint) < 200 for complaint in complaints)
     if isinstance(params, dict):
         said = sum(params.get(key) is not None for key in KEYS)
         heeded = sum(
@@ -44,6 +72,12 @@ def test_nothing_that_is_said_raises(params: Any) -> None:
         assert len(complaints) == said - heeded
     else:
         assert (hints, complaints) == (NO_HINTS, [])
+
+
+def test_what_cannot_be_read_is_told() -> None:
+    hints, complaints = parse_hints(Unreadable(priority=1))
+    assert hints == NO_HINTS
+    assert len(complaints) == len(KEYS)
 
 
 def test_what_is_right_is_taken_and_what_is_wrong_is_told() -> None:
