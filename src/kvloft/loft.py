@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 from kvloft.arena import Arena, ClassUse
@@ -695,7 +696,7 @@ class Loft:
         if not copies:
             return None
         self.catalog.pin(node)
-        self._compared_chunks += sum(len(copy.offsets) for copy in copies)
+        self._compared_chunks += sum(len(made.offsets) for made in copies)
         job = self._issue(copies)
         waiting = set(range(self._ranks))
         self._pending[job.id] = _Pending(waiting, node=node, request=request, compares=True)
@@ -816,7 +817,7 @@ class Loft:
             hits=self._hits,
             restored_tokens=self._restored_tokens,
             failed_loads=self._failed_loads,
-            counters=self.catalog.counters,
+            counters=copy(self.catalog.counters),
             held=self.catalog.held(),
             pending_promotions=self.promoter.pending,
             failures=dict(self._failures),
@@ -831,9 +832,9 @@ class Loft:
             refused_pins=self._holds.refused,
             canary_differences=self._canary_differences,
             classes=uses,
-            promotions=self.promoter.counters,
+            promotions=copy(self.promoter.counters),
             tiers=tuple(
-                LowerStats(s.name, stats, w.counters, s.broken_calls, w.pending)
+                LowerStats(s.name, stats, copy(w.counters), s.broken_calls, w.pending)
                 for s, w in zip(self._shelves, self._writers, strict=True)
                 if (stats := s.stats()) is not None
             ),

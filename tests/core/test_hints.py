@@ -240,3 +240,12 @@ def test_wrong_hints_are_counted_and_told() -> None:
     assert lofts.loft.stats().ignored_hints == 2
     assert lofts.ask(A) == 8
     assert "'high'" in lofts.told[1]
+
+
+def test_figures_taken_earlier_do_not_move() -> None:
+    lofts = Lofts(100)
+    before = lofts.loft.stats()
+    lofts.ask(A)
+    after = lofts.loft.stats()
+    assert before.counters.stored_chunks == 0
+    assert after.counters.stored_chunks == 8

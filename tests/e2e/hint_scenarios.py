@@ -13,9 +13,9 @@ from kvloft.engines.vllm.models import SHAPES
 from kvloft.engines.vllm.trial import empty_engine_cache, make_engine, output_of, run_pass
 from tests.e2e.scenarios import leftovers, loft_of, options, random_prompt, settle
 
-CHUNK = 32
+CHUNK = 256
 """Tokens per chunk of the shape with one block in a chunk; the scenario checks it."""
-TOKENS = 6 * CHUNK + 5
+TOKENS = 4 * CHUNK + 5
 MIB = 1 << 20
 
 
@@ -76,7 +76,7 @@ def hints(cache: Path) -> dict[str, Any]:
     pinned, loose = random_prompt(rng, TOKENS), random_prompt(rng, TOKENS)
     ask(pinned, {"pin_seconds": 600})
     ask(loose)
-    out["pins"] = loft.stats().pins
+    out["held"] = loft.stats().pins
     for _ in range(100):
         ask(random_prompt(rng, TOKENS))
         if loft.stats().counters.evicted_chunks > 3 * out["stored"]["stored"]:

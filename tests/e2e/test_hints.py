@@ -29,7 +29,7 @@ def test_hints_are_heeded_and_wrong_ones_do_no_harm(cache: Path) -> None:
     assert result["wrong"] == {"restored": WHOLE, "stored": 0, "ignored": 6}
     assert result["somebody_elses"] == {"restored": WHOLE, "stored": 0, "ignored": 0}
     assert result["loading"]
-    assert result["pins"] == 1
+    assert result["held"] == 1
     assert result["pinned"]["restored"] == WHOLE
     assert result["loose"]["restored"] == 0
     assert result["agree"] == [True, True]
