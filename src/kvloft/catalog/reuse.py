@@ -148,8 +148,11 @@ class Reuse:
             amount = waiting.pop(oldest)
             lost[bucket_of((slot - oldest) * _SLOT)] += amount
             still[bucket_of((slot - oldest) * _SLOT)] += amount
+        middle = self.now - _SLOT // 2
         for then, amount in waiting.items():
-            still[bucket_of(max(0, self.now - then * _SLOT - _SLOT // 2))] += amount
+            # bucket_of, written out: the loop is most of a prompt's work, and none is in the last.
+            age = middle - then * _SLOT
+            still[(age * age).bit_length() if age > 0 else 0] += amount
         came_back, risk = self._came_back[level], 0.0
         at_risk = [0.0] * BUCKETS
         for at in range(BUCKETS - 1, -1, -1):

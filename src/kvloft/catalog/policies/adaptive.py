@@ -17,7 +17,7 @@ from kvloft.catalog.policies.shadow import ChunkShadow, PromptShadow
 from kvloft.catalog.policies.twice import Twice
 from kvloft.catalog.uses import Room, Sighting, Use
 
-_MEMORY = 0.999
+_MEMORY = 0.9995
 """Of what was found, how much still counts after another prompt."""
 _LEAD = 1.02
 """How much better another one must be to be followed instead."""
