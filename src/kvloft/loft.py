@@ -644,6 +644,7 @@ class Loft:
         before = len(tree)
         if tree.state[top] == READY:
             catalog.forget(top)
+            self._holds.drop_forgotten()
         self._forgotten_chunks += before - len(tree)
         self.version += 1
 

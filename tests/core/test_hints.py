@@ -219,6 +219,26 @@ def test_a_reset_ends_pins() -> None:
     audit.check_empty(lofts.loft.catalog)
 
 
+def test_a_failed_load_ends_the_pins_of_what_it_has_read() -> None:
+    lofts = Lofts(100)
+    lofts.ask(A, {"pin_seconds": 60})
+    lofts.ask(A[:4] + B, {"pin_seconds": 60})
+    lofts.ask([999], {"pin_seconds": 60})
+    loft, keys = lofts.loft, chunk_names(A)
+    loft.track("fails", lambda b: keys[b // SIZE - 1], 8 * SIZE + 1)
+    loft.match("fails", 8 * SIZE + 1, 0)
+    job = loft.begin_load("fails", 0, [list(range(1, 9))])
+    loft.report(job.id, 0, False, "checksum", job.copies[0].offsets[2:3])
+    loft.forget("fails")
+    stats = loft.stats()
+    assert (stats.pins, stats.chunks) == (1, 3)
+    assert stats.pinned_bytes == PLAN.full_chunk_bytes
+    lofts.now = 61.0
+    loft.step()
+    assert loft.stats().pins == 0
+    audit.check_idle(loft.catalog)
+
+
 def test_a_pin_waits_for_the_store_that_it_is_about() -> None:
     lofts = Lofts(100)
     loft, keys = lofts.loft, chunk_names(A)

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvloft.catalog.catalog import Catalog
-from kvloft.catalog.tree import ROOT
+from kvloft.catalog.tree import DOOMED, ROOT
 from kvloft.keys import Keys
 
 _MAX_SHARE = 0.5
@@ -71,6 +71,15 @@ class Holds:
     def _end(self, held: tuple[float, int, int]) -> None:
         self._catalog.unpin(held[1])
         self.held_bytes -= held[2]
+
+    def drop_forgotten(self) -> None:
+        """End the pins of what the catalog has forgotten, which would take up room for nothing."""
+        state = self._catalog.tree.state
+        ended = [held for held in self._held if state[held[1]] == DOOMED]
+        self._held = [held for held in self._held if state[held[1]] != DOOMED]
+        heapq.heapify(self._held)
+        for held in ended:
+            self._end(held)
 
     def release(self) -> None:
         """End all pins."""
