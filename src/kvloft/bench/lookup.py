@@ -290,7 +290,7 @@ def _tail(geometry: Geometry, chunks: int, requests: int) -> Result:
         store_all(loft, f"fill {number}", prompt)
         recent.append(prompt)
         number += 1
-    counters = loft.stats().counters
+    counters = loft.catalog.counters
     while not (counters.evicted_chunks or counters.declined_stores):
         store_all(loft, f"fill {number}", Prompt(rng, 32_000))
         number += 1
