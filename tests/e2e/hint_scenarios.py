@@ -16,7 +16,6 @@ from tests.e2e.scenarios import leftovers, loft_of, options, random_prompt, sett
 CHUNK = 256
 """Tokens per chunk of the shape with one block in a chunk; the scenario checks it."""
 TOKENS = 4 * CHUNK + 5
-MIB = 1 << 20
 
 
 def hints(cache: Path) -> dict[str, Any]:

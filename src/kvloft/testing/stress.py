@@ -320,9 +320,10 @@ class _Copies:
             raise OSError("a store that fails on purpose")
         self._copier.store(job)
         if hands.rots and hands.rng.random() < hands.faults.rot:
-            copy = hands.rng.choice(job.copies)
-            layout = hands.plan.layout(copy.counts)
-            hands.rotting.append((hands.rng.choice(copy.offsets), layout.nbytes))
+            # Of the slots, not of the copies: a run of many is one copy.
+            slots = [(offset, copy.counts) for copy in job.copies for offset in copy.offsets]
+            offset, counts = hands.rng.choice(slots)
+            hands.rotting.append((offset, hands.plan.layout(counts).nbytes))
 
     def difference(self, job: Job) -> float:
         """As the copier says."""
